@@ -1,8 +1,9 @@
 """Checkpoints, and state by logical name and full shape, whatever the plan.
 
-A run saves and loads through ``engine.checkpoints``. Without an engine, and without processes: `read_state_dict` and
-`stream_saved_state_dict` give the plain ``torch.nn`` module's state dict out of a folder; `CheckpointReader` reads any
-box of any tensor. What is wrong with a checkpoint is a `CheckpointError`.
+A run saves and loads through ``engine.checkpoints``. `read_state_dict` and `stream_saved_state_dict` need no engine and
+no processes: they read the state dict of the plain ``torch.nn`` module from a folder. `CheckpointReader` reads any box
+of
+any tensor. A checkpoint that cannot be used is a `CheckpointError`.
 """
 
 from typing import TYPE_CHECKING

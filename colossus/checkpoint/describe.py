@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as text. From the manifest alone; no torch."""
+"""The content of a checkpoint as text, from the manifest alone. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from colossus.checkpoint.manifest import Manifest, TensorEntry
 from colossus.checkpoint.matching import natural_order
 from colossus.checkpoint.saved_averages import averages_in
 
-#: of a column; what is longer moves what follows it
+#: largest width of a column; a longer cell moves the cells after it
 _WIDEST = 72
 
 
 def describe(folder: Path, manifest: Manifest, *, everything: bool = False) -> str:
-    """A head, and a table of the model's parameters and buffers; those that layers have alike are one row.
+    """Return a head and a table of the model's parameters and buffers; those that layers have alike share a row.
 
     Args:
-        everything: a row for every tensor of the checkpoint.
+        folder: folder of the checkpoint.
+        manifest: its manifest.
+        everything: whether every tensor of the checkpoint has a row.
     """
     parts = [_head(folder, manifest)]
     for section, tensors in _sections(manifest).items():
@@ -32,21 +34,21 @@ def describe(folder: Path, manifest: Manifest, *, everything: bool = False) -> s
 
 
 def printable(text: str) -> str:
-    """Without characters that a terminal obeys: names come from the file."""
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    """Return a text with control characters escaped, which a terminal would obey: names come from the file."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def _sections(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
-    """Tensors by the first part of their keys, the model first; within, in natural order."""
-    found: dict[str, dict[str, TensorEntry]] = {"model": {}, "optimizer": {}}
+    """Return tensors by the first part of their keys, the model first; in each, in natural order."""
+    sections: dict[str, dict[str, TensorEntry]] = {"model": {}, "optimizer": {}}
     for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0])):
         section, _, name = key.partition("/")
-        found.setdefault(section, {})[name] = entry
-    return {section: tensors for section, tensors in found.items() if tensors}
+        sections.setdefault(section, {})[name] = entry
+    return {section: tensors for section, tensors in sections.items() if tensors}
 
 
 def _size(entries: Iterable[TensorEntry]) -> str:
-    """``16,056 numbers, 128 KB``."""
+    """Return numbers and bytes of some tensors: ``16,056 numbers, 128 KB``."""
     entries = list(entries)
     numbers, size = sum(prod(entry.shape) for entry in entries), sum(entry.num_bytes for entry in entries)
     return f"{numbers:,} numbers, {byte_count(size)}"
@@ -74,7 +76,7 @@ def _head(folder: Path, manifest: Manifest) -> str:
 
 
 def _table(section: str, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], *, alike: bool) -> str:
-    """Rows of tensors; those of one shape and dtype whose names differ in numbers alone are one: ``blocks.*.norm``."""
+    """Return rows of tensors. Tensors whose names differ in numbers alone share one (``blocks.*.norm``)."""
     groups: dict[tuple[str, tuple[int, ...], str], list[TensorEntry]] = {}
     for name, entry in tensors.items():
         name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) if alike else name

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever the plans that saved them; block by block, so of any size."""
+"""Differences between two checkpoints, saved under any plans, compared block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.layout.layout import Box
 
-#: of a manifest, what is no state
+#: fields of a manifest that are no state
 _ABOUT = ("plan", "versions", "config", "tokenizer")
 #: elements that are compared at a time
 BLOCK_ELEMENTS = 1 << 18
@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of a tensor that both have."""
+    """The difference between two tensors of the same key."""
 
     key: str
     #: its dtypes and shapes in words where these differ, else ""
@@ -32,10 +32,11 @@ class TensorDifference:
     #: elements that are not the same; None where shapes differ
     num_different: int | None
     num_elements: int
-    #: the largest difference of an element, infinite where one is NaN and the other is not; and relative to the largest
+    #: the largest difference of an element, infinite where only one of the two is NaN
     absolute: float = 0.0
+    #: that difference over the largest element
     relative: float = 0.0
-    #: of others than floating and complex ones every difference counts, whatever the tolerance
+    #: floating or complex; in any other dtype every difference counts, whatever the tolerance
     is_float: bool = True
 
     @property
@@ -43,73 +44,75 @@ class TensorDifference:
         return self.key.partition("/")[0]
 
     def exceeds(self, relative: float, absolute: float) -> bool:
-        """Whether it is more than is allowed: of a floating tensor a difference within one of the two is none."""
+        """Return whether it is above tolerance; a floating tensor within one of the two tolerances is not."""
         return bool(self.spec) or not self.is_float or (self.relative > relative and self.absolute > absolute)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between checkpoints A and B."""
+    """The difference between checkpoints A and B."""
 
     only_in_a: list[str]
     only_in_b: list[str]
-    #: those that are not the same, of the model first, then of the optimizer; in each the largest difference first
+    #: tensors that differ: the model's first, then the optimizer's, each with the largest difference first
     tensors: list[TensorDifference]
-    #: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state
+    #: path -> (value in A, value in B), of state that is no tensor: the step, and all other values
     values: dict[str, tuple[str, str]]
-    #: the same of what is no state: plan, versions, config
+    #: the same for plan, versions, config and tokenizer, which are no state
     about: dict[str, tuple[str, str]]
     #: tensors that both have
     num_compared: int
 
     def exceeds(self, relative: float = 0.0, absolute: float = 0.0) -> bool:
-        """Whether they differ by more than rounding: of config and plan they may."""
+        """Return whether the states differ by more than rounding; config and plan may differ."""
         others = self.only_in_a or self.only_in_b or self.values
-        return bool(others) or any(each.exceeds(relative, absolute) for each in self.tensors)
+        return bool(others) or any(tensor.exceeds(relative, absolute) for tensor in self.tensors)
 
 
 def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()) -> Difference:
     """Compare two checkpoints.
 
-    What belongs to the ranks of a plan (generators; the state that each data rank or stage adds) is compared where both
-    were saved under the same plan. A tied tensor is compared under its first name.
+    Values that belong to the ranks of a plan (generators; the state of each data rank or stage) are compared if both
+    were
+    saved under the same plan. A tied tensor is compared under its first name.
 
     Args:
-        only: patterns (`fnmatch`) of keys (``model/blocks.0.*``), to which the comparison is restricted; a path of a
-            value is one, too. Empty is all.
+        a, b: the checkpoints.
+        only: patterns (`fnmatch`) of keys (``model/blocks.0.*``) or of paths of values, to which the comparison is
+            restricted. Empty compares all.
 
     Raises:
-        CheckpointError: when a file cannot be read.
+        CheckpointError: if a file cannot be read.
     """
     is_same_plan = a.manifest.plan.get("axes") == b.manifest.plan.get("axes")
 
     def is_wanted(key: str) -> bool:
         return matches(key, only) if only else is_same_plan or not key.startswith("ranks/")
 
-    left, right = (sorted(filter(is_wanted, each.manifest.tensors), key=natural_order) for each in (a, b))
-    both = [key for key in left if key in b.manifest.tensors]
-    found = [each for key in both if (each := _compare(key, a, b)) is not None]
+    keys_a, keys_b = (sorted(filter(is_wanted, reader.manifest.tensors), key=natural_order) for reader in (a, b))
+    both = [key for key in keys_a if key in b.manifest.tensors]
+    tensors = [tensor for key in both if (tensor := _compare(key, a, b)) is not None]
     order = {"model": 0, "optimizer": 1}
-    found.sort(key=lambda each: (order.get(each.section, 2), each.section, -each.relative))
-    values = _differing(a, b, lambda each: {"step": each.step, **each.values})
-    if not is_same_plan:  # what each data rank, or stage, has is there as often as there are of these
+    tensors.sort(key=lambda tensor: (order.get(tensor.section, 2), tensor.section, -tensor.relative))
+    values = _differing(a, b, lambda manifest: {"step": manifest.step, **manifest.values})
+    if not is_same_plan:  # the number of data ranks, or of stages, may differ
         values = {path: pair for path, pair in values.items() if not ("absent" in pair and path.startswith(_OF_RANKS))}
     return Difference(
-        [key for key in left if key not in b.manifest.tensors],
-        [key for key in right if key not in a.manifest.tensors],
-        found,
+        [key for key in keys_a if key not in b.manifest.tensors],
+        [key for key in keys_b if key not in a.manifest.tensors],
+        tensors,
         {path: pair for path, pair in values.items() if is_wanted(path)},
-        {} if only else _differing(a, b, lambda each: {key: getattr(each, key) for key in _ABOUT}),
+        {} if only else _differing(a, b, lambda manifest: {key: getattr(manifest, key) for key in _ABOUT}),
         len(both),
     )
 
 
-#: sections of values with an entry of each data rank, or of each stage
+#: sections of values with an entry for each data rank, or for each stage
 _OF_RANKS = ("loader/", "strategy_values/", "optimizer_groups/")
 
 
 def _compare(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:
-    """None where both are the same."""
+    """Return the difference between the two tensors of a key; None where both are the same."""
     one, other = a.entry(key), b.entry(key)
     count = math.prod(one.shape)
     if one.shape != other.shape:
@@ -122,7 +125,7 @@ def _compare(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffer
     if not different and not spec:
         return None
     relative = absolute / largest if largest > 0 and math.isfinite(absolute) else absolute
-    is_float = all(DTYPES[each.dtype].is_floating_point or DTYPES[each.dtype].is_complex for each in (one, other))
+    is_float = all(DTYPES[entry.dtype].is_floating_point or DTYPES[entry.dtype].is_complex for entry in (one, other))
     return TensorDifference(key, spec, different, count, absolute, relative, is_float)
 
 
@@ -133,13 +136,13 @@ def _read(reader: CheckpointReader, key: str, box: Box) -> Tensor:
 
 
 def _compared(x: Tensor, y: Tensor) -> tuple[float, float, int]:
-    """Of two blocks: the largest difference, the largest finite element, and how many elements are not the same."""
+    """Return the largest difference of two blocks, their largest finite element, and how many elements differ."""
     if not x.numel():
         return 0.0, 0.0, 0
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     p, q = x.to(wide), y.to(wide)
-    largest = max(each.abs().nan_to_num_(0.0, 0.0, 0.0).max().item() for each in (p, q))
-    # float64 does not hold every int64
+    largest = max(block.abs().nan_to_num_(0.0, 0.0, 0.0).max().item() for block in (p, q))
+    # float64 does not represent every int64
     is_same = x == y if x.dtype == y.dtype else p == q
     if bool(is_same.all()):
         return 0.0, largest, 0
@@ -149,7 +152,7 @@ def _compared(x: Tensor, y: Tensor) -> tuple[float, float, int]:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes of whole rows that cover a shape, each of about `BLOCK_ELEMENTS`."""
+    """Yield boxes of whole rows that cover a shape, each of about `BLOCK_ELEMENTS`."""
     whole = tuple((0, size) for size in shape)
     if math.prod(shape) <= BLOCK_ELEMENTS:
         yield whole
@@ -160,21 +163,21 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values by their path in a nest; tags of `values.encode` are no part of it."""
+    """Yield the plain values of a nest with their paths; tags of `values.encode` are no part of a path."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _flat(each, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
+        for key, element in value.items():
+            yield from _flat(element, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
     elif isinstance(value, list) and value:
-        for index, each in enumerate(value):
-            yield from _flat(each, f"{path}.{index}")
+        for index, element in enumerate(value):
+            yield from _flat(element, f"{path}.{index}")
     else:
         yield path, value
 
 
 def _differing(
-    a: CheckpointReader, b: CheckpointReader, of: Callable[[Manifest], Mapping[str, Any]]
+    a: CheckpointReader, b: CheckpointReader, nest_of: Callable[[Manifest], Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Paths at which two nests differ, and what each has there. As text: NaN is NaN."""
-    left, right = ({path: repr(value) for path, value in _flat(of(each.manifest))} for each in (a, b))
-    pairs = {path: (left.get(path, "absent"), right.get(path, "absent")) for path in {**left, **right}}
+    """Return the paths at which two nests differ, with both values as text, in which NaN is equal to NaN."""
+    texts_a, texts_b = ({path: repr(value) for path, value in _flat(nest_of(reader.manifest))} for reader in (a, b))
+    pairs = {path: (texts_a.get(path, "absent"), texts_b.get(path, "absent")) for path in {**texts_a, **texts_b}}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}

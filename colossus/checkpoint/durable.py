@@ -1,7 +1,7 @@
-"""Files that outlive a crash of the machine, folders that are there as a whole or not at all, checksums. No torch.
+"""Files that outlive a crash of the machine, folders that exist whole or not at all, and checksums. No torch.
 
-A file system may keep what is written and renamed in memory for half a minute, and write it in another order. So
-data is flushed before it gets its name, a name before another one is made to point to it or another one goes away.
+A file system may keep writes and renames in memory for half a minute, and write them in another order. So data is
+flushed before it gets its name, and a name before another one points to it or goes away.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 from colossus.checkpoint.errors import CheckpointError
 
-#: what is written, read and summed at a time
+#: bytes that are written, read and summed at a time
 BLOCK_BYTES = 1 << 20
-#: what a file system answers that cannot flush a folder (some network and FUSE ones), and need not
+#: errors of file systems that cannot flush a folder (some network and FUSE ones), and need not
 _CANNOT_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.ENOTTY}
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the file system name this path: those of write and fsync do not by themselves."""
+    """Add this path to errors of the file system in the block: those of write and fsync name none."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_flushed(path: Path, data: bytes) -> None:
-    """Write a file, or write over it, and flush it."""
+    """Write a file, or overwrite it, and flush it."""
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
@@ -48,7 +48,7 @@ def write_flushed(path: Path, data: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush the names in a folder to the disk, or a file that others have written, where the file system knows how."""
+    """Flush the names in a folder, or a file that others have written, to the disk, where the file system can."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -61,19 +61,19 @@ def flush(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those that it lies in, and flush their names. Several processes may do so at once."""
+    """Make a folder and its parents, and flush their names. Several processes may do so at once."""
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):  # one may write into a folder that one may not read
-            flush(each.parent)
+            flush(parent.parent)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole."""
+    """Remove a folder, if it exists. It is renamed first, so that no half of it is ever read as a whole."""
     if os.path.lexists(folder):
         dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(dying)
@@ -82,14 +82,17 @@ def remove(folder: Path) -> None:
 
 
 def require_new(target: Path) -> None:
-    """That nothing is there yet, else a `CheckpointError`."""
+    """Raise `CheckpointError` if something exists at this path."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target}: is there already; name a folder that is not, or move it away")
+        raise CheckpointError(f"{target}: exists already; name a new folder, or move it away")
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed."""
+    """Make a folder beside ``target``, for the block to write into.
+
+    It is renamed to ``target`` when the block ends well, and removed otherwise.
+    """
     require_new(target)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
@@ -106,17 +109,19 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def problem_of(path: Path, crc32: int, on_block: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with a file that was written with this CRC-32, in words; None if nothing is.
+    """Return what is wrong with a file that was written with this CRC-32; None if nothing is.
 
     Args:
+        path: path of the file.
+        crc32: its checksum when it was written.
         on_block: called after each `BLOCK_BYTES`.
     """
-    found, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
+    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
-                found = zlib.crc32(buffer[:count], found)
+                crc = zlib.crc32(buffer[:count], crc)
                 on_block()
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    return None if found == crc32 else f"{path.name} is corrupted: its CRC-32 is {found:08x}, not {crc32:08x}"
+    return None if crc == crc32 else f"{path.name} is corrupted: its CRC-32 is {crc:08x}, not {crc32:08x}"

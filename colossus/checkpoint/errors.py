@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, in words."""
+"""Errors of checkpoints, in words."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used: says which one, what is wrong, and what to do."""
+    """A checkpoint that cannot be written, read or used. It says which one, what is wrong, and what to do."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose files are not as they were written. An older one beside it may be whole."""
+    """A checkpoint whose files changed since they were written. An older one beside it may be whole."""
 
 
 def in_words(error: BaseException) -> str:
-    """An error of the file system with its reason and its path, any other as it is."""
+    """Return an error as text: one of the file system with its reason and path, any other unchanged."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
@@ -24,7 +24,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def under_key(title: str) -> Iterator[None]:
-    """Errors begin with the key that led to them."""
+    """Prefix errors in the block with the key that led to them."""
     try:
         yield
     except CheckpointError as error:

@@ -1,10 +1,10 @@
-"""Folders of checkpoints: their names, which one is the latest, how one is put in place, which are removed. No torch.
+"""Folders of checkpoints: their names, the latest one, how a checkpoint is put in place, which are removed. No torch.
 
     checkpoints/
         latest                  text: the name of the newest complete checkpoint
-        best                    text: the names of those with the best metric, the best first, where any were looked for
+        best                    text: the names of those with the best metric, the best first, if a hook watches one
         step-00000100/          manifest.json, rank-00000.safetensors, ...
-        step-00000200.tmp-...   being written, or left by a run that was killed meanwhile
+        step-00000200.tmp-...   being written, or unfinished by a run that was killed
 
 A checkpoint is complete when it has its name: everything is written and flushed under a temporary one.
 """
@@ -30,9 +30,9 @@ from colossus.config.user_path import user_path
 log = logging.getLogger("colossus.checkpoint")
 
 LATEST, BEST = "latest", "best"
-#: environment variable with a folder in the host's memory, where a launch has made one
+#: environment variable with a folder in the host's memory, if the launcher has made one
 MEMORY = "COLOSSUS_MEMORY"
-#: below a run folder, unless the config names another place
+#: folder of checkpoints in a run folder, unless the config names another
 IN_RUN_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.*")
@@ -43,27 +43,27 @@ def name_of(step: int) -> str:
 
 
 def file_of(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def absolute(path: Path | str) -> Path:
-    """Where a path that a user gives leads now, whatever the working directory will be: ``~`` is the home."""
+    """Return a user's path as an absolute one, which outlives a change of working directory; ``~`` is the home."""
     return Path(os.path.abspath(user_path(path)))
 
 
-def root_of(given: str | None, run_folder: Path) -> Path:
-    """The folder of a run's checkpoints: ``checkpoint.dir``, or one in its run folder."""
-    return user_path(given) if given is not None else run_folder / IN_RUN_FOLDER
+def root_of(checkpoint_dir: str | None, run_folder: Path) -> Path:
+    """Return the folder of a run's checkpoints: ``checkpoint.dir``, or one in its run folder."""
+    return user_path(checkpoint_dir) if checkpoint_dir is not None else run_folder / IN_RUN_FOLDER
 
 
 def temporary(root: Path, step: int, token: str) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the folder in which a checkpoint is written before it is complete."""
     return root / f"{name_of(step)}.tmp-{token}"
 
 
 def named(root: Path) -> dict[Path, int]:
-    """What has the name of a checkpoint, by name, and its step; whether it is one is not looked at."""
+    """Return the paths that have the name of a checkpoint, sorted, with their steps. Their content is not read."""
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -74,11 +74,11 @@ def named(root: Path) -> dict[Path, int]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Return the folders in ``root`` with the name and the manifest of a checkpoint, the oldest first. Whether they are
-    intact is not looked at.
+    """Return the folders in ``root`` with the name and the manifest of a checkpoint, the oldest first.
 
-    They are ordered by when they were saved, since a run may have gone back, as their manifests say: a copy of a folder
-    need not keep the times of its files.
+    Their files are not checked. They are ordered by the time of saving in their manifests, since a run may have gone
+    back;
+    a copy of a folder need not keep the times of its files.
     """
     dated = []
     for path, step in named(root).items():
@@ -93,7 +93,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 @lru_cache(maxsize=1024)
 def _saved_at(path: Path, modified_ns: int) -> float:
-    """Return when a checkpoint was saved, in seconds since 1970; of one whose manifest is damaged the file's time."""
+    """Return when a checkpoint was saved, in seconds since 1970; the time of its file if the manifest is damaged."""
     try:
         return read_manifest(path).saved_at
     except DamagedCheckpoint:
@@ -103,14 +103,21 @@ def _saved_at(path: Path, modified_ns: int) -> float:
 def find_latest(
     root: Path, damaged: dict[Path, CheckpointError] | None = None, until: int | None = None
 ) -> Path | None:
-    """The checkpoint that ``latest`` names, if its files are all there in their sizes; else the newest that is so.
+    """Return the checkpoint that ``latest`` names, if its files exist in full size; else the newest such checkpoint.
 
-    What is passed over is told in a warning. None where the folder holds no checkpoint. When none of them is whole a
-    `DamagedCheckpoint` names the newest; one that cannot be read, or is of another version, is never passed over.
+    A warning names each one that is skipped.
 
     Args:
-        damaged: those that are known not to be whole; what is found of them is added.
-        until: those of a later step are passed over.
+        root: folder of checkpoints.
+        damaged: checkpoints that are known to be damaged; those that are found are added.
+        until: latest step; checkpoints of later steps are skipped.
+
+    Returns:
+        The folder of the checkpoint, or None where there is none.
+
+    Raises:
+        DamagedCheckpoint: naming the newest, if none is whole.
+        CheckpointError: if one cannot be read, or is of another version: such a one is never skipped.
     """
     damaged = {} if damaged is None else damaged
     steps = named(root)
@@ -133,22 +140,22 @@ def find_latest(
 
 
 def _newest_first(root: Path) -> list[Path]:
-    """What ``latest`` names, then all others, the newest first, at last what has a name and no manifest."""
-    found = checkpoints(root)[::-1]
-    found += [path for path in reversed(named(root)) if path not in found]
+    """Return the checkpoint that ``latest`` names, then all others, the newest first, then those without a manifest."""
+    paths = checkpoints(root)[::-1]
+    paths += [path for path in reversed(named(root)) if path not in paths]
     names = _names_in(root / LATEST)
     if not names:
-        return found
+        return paths
     name = names[0]
-    if root / name in found:
-        found.remove(root / name)
-        return [root / name, *found]
-    log.warning("%s names %r, which is not there%s", root / LATEST, name, ": taking the newest" if found else "")
-    return found
+    if root / name in paths:
+        paths.remove(root / name)
+        return [root / name, *paths]
+    log.warning("%s names %r, which does not exist%s", root / LATEST, name, ": taking the newest" if paths else "")
+    return paths
 
 
 def _names_in(pointer: Path) -> list[str]:
-    """The names that a file like ``latest`` holds; none where there is no such file."""
+    """Return the names in a file like ``latest``; none where there is no such file."""
     try:
         return pointer.read_text().split()
     except (OSError, UnicodeDecodeError):
@@ -156,10 +163,12 @@ def _names_in(pointer: Path) -> list[str]:
 
 
 def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
-    """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder; or the first one
-    that a file ``latest`` or ``best`` names and that is there.
+    """Return the checkpoint folder that a user means.
 
-    ``damaged`` is that of `find_latest`.
+    Args:
+        path: a checkpoint, a folder of checkpoints, a run folder, or a file ``latest`` or ``best``, of which the first
+            checkpoint that exists is taken.
+        damaged: see `find_latest`.
     """
     path = user_path(path)
     try:
@@ -171,9 +180,9 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
             require_files(path)
             return path
         for root in (path, path / IN_RUN_FOLDER):
-            found = find_latest(root, damaged)
-            if found is not None:
-                return found
+            latest = find_latest(root, damaged)
+            if latest is not None:
+                return latest
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such folder")
     except OSError as error:
@@ -186,21 +195,25 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
 
 
 def require_files(folder: Path) -> Manifest:
-    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes: else a
-    `DamagedCheckpoint`; a plain `CheckpointError` when one cannot be read, or it is of another version."""
+    """Return the manifest of a checkpoint after checking that all its files exist in full size.
+
+    Raises:
+        DamagedCheckpoint: if the manifest or a file is missing or truncated.
+        CheckpointError: if a file cannot be read, or the checkpoint is of another version.
+    """
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         try:
-            found = (folder / name).stat()
+            status = (folder / name).stat()
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder}: {name} is missing; take another checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
         if not os.access(folder / name, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise CheckpointError(f"{folder / name}: cannot be read: {os.strerror(errno.EACCES)}")
-        if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.num_bytes:
             raise DamagedCheckpoint(
-                f"{folder / name}: is truncated or changed: it has {found.st_size} bytes and was written with "
+                f"{folder / name}: is truncated or changed: it has {status.st_size} bytes and was written with "
                 f"{file.num_bytes}; take another checkpoint"
             )
     return manifest
@@ -213,9 +226,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
-    """Give a written and flushed checkpoint its name, and let ``latest`` name it.
+    """Give a written and flushed checkpoint its name, and make ``latest`` name it.
 
-    A checkpoint of the same step stays, under a name by which it is found, too, until `prune` removes it.
+    A checkpoint of the same step is renamed, and can still be found, until `prune` removes it.
     """
     target, aside = root / name_of(step), root / f"{name_of(step)}.replaced"
     flush(temporary_folder)
@@ -236,30 +249,33 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
 
 
 def name_latest(path: Path) -> None:
-    """Let ``latest`` name a checkpoint that is there."""
+    """Make ``latest`` name a checkpoint that exists."""
     _point(path.parent / LATEST, [path.name])
 
 
-def go_on_from(path: Path, keep_last: int) -> None:
-    """Let ``latest`` name the checkpoint from which a run goes on, with a warning where it will remove newer ones.
+def resume_from(path: Path, keep_last: int) -> None:
+    """Make ``latest`` name the checkpoint from which a run resumes; warn if the run will remove newer ones.
 
     Args:
-        keep_last: of `prune`.
+        path: the checkpoint.
+        keep_last: see `prune`.
     """
     name_latest(path)
     ordered = checkpoints(path.parent)
     if path in ordered and (newer := ordered[ordered.index(path) + 1 :]):
         log.warning(
-            "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the same step, "
-            "and remove the others as old ones by checkpoint.keep_last = %d; copy what you want to keep, or give "
-            "another --run-dir",
-            path.parent, path.name, ", ".join(each.name for each in newer), keep_last,
+            "a run resumes in %s from %s, but the folder has newer checkpoints: %s. Saves of this run replace those of "
+            "the same step, and remove the others as old ones by checkpoint.keep_last = %d; copy the ones you want to "
+            "keep, or use another --run-dir",
+            path.parent, path.name, ", ".join(newer_path.name for newer_path in newer), keep_last,
         )  # fmt: skip
 
 
 def name_best(root: Path, steps: Sequence[int]) -> None:
-    """Let ``best`` name the checkpoints of these steps, the best first, whether or not they are complete yet: `prune`
-    leaves them."""
+    """Make ``best`` name the checkpoints of these steps, the best first; `prune` keeps them.
+
+    They need not be complete yet.
+    """
     root.mkdir(parents=True, exist_ok=True)
     _point(root / BEST, [name_of(step) for step in steps])
 
@@ -272,35 +288,37 @@ def _point(pointer: Path, names: Sequence[str]) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> None:
-    """Remove those that were replaced by one of the same step, and old ones: all but the ``keep_last`` newest, those
-    whose step is a multiple of ``keep_every``, and those that ``best`` names.
+    """Remove replaced checkpoints of the same step, and old ones.
 
-    What ``latest`` names counts as the newest. One that is damaged does not count.
+    The ``keep_last`` newest stay, those whose step is a multiple of ``keep_every``, and those that ``best`` names. The
+    one
+    that ``latest`` names counts as the newest; a damaged one does not count.
 
     Args:
+        root: folder of checkpoints.
         keep_last: 0 keeps all.
         keep_every: 0 keeps none but the newest.
     """
     for path in named(root):
         if path.suffix == ".replaced" and is_whole(path.with_suffix("")):
             remove(path)
-    steps, kept, best = named(root), 0, _names_in(root / BEST)
+    steps, num_whole, best = named(root), 0, _names_in(root / BEST)
     for path in _newest_first(root) if keep_last else ():
-        if kept < keep_last:
-            kept += is_whole(path)
+        if num_whole < keep_last:
+            num_whole += is_whole(path)
         elif (path / MANIFEST).exists() and path.name not in best and (not keep_every or steps[path] % keep_every):
             remove(path)
 
 
 def remove_later(root: Path, step: int) -> None:
-    """Those of a later step: of a branch that a run has left. ``latest`` names none of them any more."""
-    for path, of_path in named(root).items():
-        if of_path > step:
+    """Remove checkpoints of later steps, of a branch that a run has left. ``latest`` must name none of them."""
+    for path, path_step in named(root).items():
+        if path_step > step:
             remove(path)
 
 
-def remove_left_over(root: Path, besides: Path | None = None) -> None:
-    """What a run that was killed has left unfinished. Only where no other run writes to the folder."""
-    for path in set(root.iterdir()) - {besides}:
+def remove_left_over(root: Path, current: Path | None = None) -> None:
+    """Remove unfinished checkpoints of a killed run. Call it only if no other run writes to the folder."""
+    for path in set(root.iterdir()) - {current}:
         if _LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

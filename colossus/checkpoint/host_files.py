@@ -1,4 +1,4 @@
-"""Files of one host that processes on others read, by ranges: a checkpoint in memory lies where its ranks were."""
+"""Files of one host that processes on other hosts read by ranges: a checkpoint in memory lies on its ranks' hosts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.comm.listener import Address, Listener, dial
 from colossus.comm.net import Stream, WireError
 
-#: what is asked for at a time
+#: bytes of one request
 RANGE_BYTES = 1 << 22
-#: of silence, after which the other host is taken for gone
+#: silence after which the other host counts as gone
 _SILENCE_SECONDS = 30.0
 
 
 class FileServer:
-    """Answers with ranges of the files below a folder.
+    """Answers requests with ranges of the files below a folder.
 
     Args:
+        root: the folder.
         host: address to listen at.
-        key: that those know who may ask.
+        key: key that a process must know to connect.
     """
 
     def __init__(self, root: Path, host: str, key: bytes) -> None:
@@ -42,7 +43,7 @@ class FileServer:
 
 
 class _Requests:
-    """What one process asks for: JSON of a file's name below the root, an offset, and a number of bytes."""
+    """The requests of one process: JSON of a file's name below the root, an offset, and a number of bytes."""
 
     def __init__(self, root: Path, stream: Stream) -> None:
         self._root, self._stream = root, stream
@@ -68,13 +69,15 @@ class _Requests:
 
 
 class RemoteFiles:
-    """The files of another host. One thread asks at a time.
+    """The files of another host. One thread at a time sends requests.
 
     Args:
-        where: the host, for messages.
+        address: address of its `FileServer`.
+        key: key of the server.
+        where: name of the host, for messages.
 
     Raises:
-        CheckpointError: when it cannot be reached.
+        CheckpointError: if it cannot be reached.
     """
 
     def __init__(self, address: Address, key: bytes, where: str) -> None:
@@ -89,10 +92,13 @@ class RemoteFiles:
         self._stream.start(self)
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
-        """Fill the beginning of ``target`` from this offset of a file; the number of bytes, 0 at the end of the file.
+        """Fill the beginning of ``target`` from an offset of a file.
+
+        Returns:
+            The number of bytes that were read; 0 at the end of the file.
 
         Raises:
-            CheckpointError: when it cannot be read, or the host has gone.
+            CheckpointError: if it cannot be read, or the host is gone.
         """
         with self._lock:
             self._answered.clear()
@@ -107,14 +113,15 @@ class RemoteFiles:
 
     @property
     def has_failed(self) -> bool:
-        """A file could not be read, or the host has not answered: nothing more is asked for here."""
+        """Return whether a file could not be read or the host did not answer; no further request is sent then."""
         return self._problem is not None
 
     def fetch(self, name: str, path: Path, num_bytes: int) -> None:
         """Copy a file.
 
         Raises:
-            CheckpointError, OSError: when it cannot be read or written.
+            CheckpointError: if it cannot be read.
+            OSError: if it cannot be written.
         """
         block = memoryview(bytearray(min(RANGE_BYTES, max(num_bytes, 1))))
         descriptor, offset = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), 0

@@ -1,5 +1,8 @@
-"""Checkpoints in the memory of a run's hosts: each host has a folder with what its own ranks have written, perhaps with
-that of the host before it, and the whole manifest. What a host has not, its ranks read from the host that has it.
+"""Checkpoints in the memory of a run's hosts.
+
+Each host has a folder with the files of its own ranks, perhaps with those of the host before it, and the whole
+manifest.
+Files of other hosts are read over the network.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ class HostMemory:
 
     Args:
         root: the folder in the memory of this rank's host.
-        group: of all ranks.
+        group: group of all ranks.
 
     Attributes:
-        hosts: of each rank the number of its host.
+        hosts: number of the host of each rank.
         is_first: whether this rank is the first of its host.
     """
 
@@ -54,40 +57,46 @@ class HostMemory:
             address = machine.address_among(own, all_gather_object(own, group))
             if self.is_first:
                 self._server = FileServer(root, address, self._key)
-            of_ranks = all_gather_object(None if self._server is None else self._server.address, group)
-            self._addresses = {self.hosts[rank]: found for rank, found in enumerate(of_ranks) if found is not None}
+            addresses = all_gather_object(None if self._server is None else self._server.address, group)
+            self._addresses = {self.hosts[rank]: at for rank, at in enumerate(addresses) if at is not None}
 
     def ranks_of(self, host: int) -> list[int]:
-        return [rank for rank, of_rank in enumerate(self.hosts) if of_rank == host]
+        return [rank for rank, other in enumerate(self.hosts) if other == host]
 
     def remote(self, host: int) -> RemoteFiles:
-        """The files of another host; a `CheckpointError` when it cannot be reached."""
+        """Return the files of another host.
+
+        Raises:
+            CheckpointError: if it cannot be reached.
+        """
         if host in self._remote and self._remote[host].has_failed:
-            self._remote.pop(host).abort()  # what it answers late must not be taken for another answer
+            self._remote.pop(host).abort()  # a late answer must not be read as the answer to the next request
         if host not in self._remote:
             address = self._addresses[host]
             self._remote[host] = RemoteFiles(address, self._key, f"host {host} ({address[0]})")
         return self._remote[host]
 
     def newest(self, later_than: int, until: int | None = None) -> MemoryReader | None:
-        """A reader of the newest checkpoint of which each file is whole on some host. Collective.
+        """Return a reader of the newest checkpoint of which each file is whole on some host. Collective.
 
-        What is passed over is told in a warning, by the first rank. The host of the first rank has to have the
-        manifest; where it does not, the checkpoint is passed over, too.
+        The first rank warns of each checkpoint that is skipped. One whose manifest is not on the host of the first rank
+        is
+        skipped, too.
 
         Args:
-            later_than, until: only those of a later step than the first, and no later one than the second.
+            later_than: last step that is not read any more.
+            until: last step that is read; None for no limit.
         """
-        of_ranks = all_gather_object(list(folder.named(self.root).values()), self._group)
-        steps = {step for of_rank in of_ranks for step in of_rank}
+        steps_of_ranks = all_gather_object(list(folder.named(self.root).values()), self._group)
+        steps = {step for steps_of_rank in steps_of_ranks for step in steps_of_rank}
         for step in sorted(steps, reverse=True):
             is_wanted = step > later_than and (until is None or step <= until)
-            if is_wanted and (found := self._open(step)) is not None:
-                return found
+            if is_wanted and (reader := self._open(step)) is not None:
+                return reader
         return None
 
     def remove_later(self, step: int) -> None:
-        """Forget those of a later step: of a branch that the run has left, or not whole."""
+        """Remove checkpoints of later steps, of a branch that the run has left, or not whole."""
         if self.is_first:
             folder.remove_later(self.root, step)
 
@@ -105,12 +114,12 @@ class HostMemory:
             return None
         here = self.ranks_of(self.host)
         mine = sorted(manifest.files)[here.index(self._group.index) :: len(here)]
-        found = {name: problem_of(path / name, manifest.files[name].crc32) for name in mine if (path / name).exists()}
+        checked = {name: problem_of(path / name, manifest.files[name].crc32) for name in mine if (path / name).exists()}
         places: dict[str, int] = {}
         problems: list[str] = []
-        for host, of_rank in zip(self.hosts, all_gather_object(found, self._group), strict=True):
-            problems += [f"{problem} (host {host})" for problem in of_rank.values() if problem is not None]
-            whole = {name: host for name, problem in of_rank.items() if problem is None}
+        for host, problem_of_file in zip(self.hosts, all_gather_object(checked, self._group), strict=True):
+            problems += [f"{problem} (host {host})" for problem in problem_of_file.values() if problem is not None]
+            whole = {name: host for name, problem in problem_of_file.items() if problem is None}
             places |= whole if host == self.host else {name: at for name, at in whole.items() if name not in places}
         if missing := sorted(set(manifest.files) - set(places)):
             more = f" and {len(missing) - 1} more files" if missing[1:] else ""
@@ -138,10 +147,12 @@ def _manifest_of(path: Path) -> Manifest | str:
 
 
 class MemoryReader(CheckpointReader):
-    """Reads a checkpoint in memory, whose checksums were compared when it was found.
+    """Reads a checkpoint in memory, whose checksums `HostMemory.newest` has compared.
 
     Args:
-        elsewhere: how the files are read that other hosts have.
+        folder: folder on this host.
+        manifest: its manifest.
+        elsewhere: functions that read the files of other hosts, by name.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, elsewhere: Mapping[str, ReadAt]) -> None:
@@ -150,7 +161,7 @@ class MemoryReader(CheckpointReader):
         self._descriptors: dict[str, int] = {}
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
-        """Nothing: all was compared when the checkpoint was found."""
+        """Do nothing: `HostMemory.newest` has compared the checksums."""
 
     def _file(self, name: str) -> ReadAt:
         return self._elsewhere[name] if name in self._elsewhere else super()._file(name)

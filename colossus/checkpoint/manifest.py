@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what is in it and where, as JSON. No torch.
+"""The manifest of a checkpoint: its tensors and values and where they are, as JSON. No torch.
 
-``manifest.json`` is written last, so that a folder that has one is complete. It starts with a CRC-32 of what follows.
+``manifest.json`` is written last, so that a folder that has one is complete. It begins with a CRC-32 of the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 FORMAT = "colossus.checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-#: what a manifest calls the tokenizer of a model: text is taken as bytes, or this file of the checkpoint says how
+#: values of a manifest's ``tokenizer``: token ids are bytes, or this file of the checkpoint defines them
 BYTES, TOKENIZER_FILE = "bytes", "tokenizer.json"
 
-#: dtypes by torch's names: bytes of an element, and what safetensors calls it; complex numbers are stored as their real
+#: dtypes by torch's names: bytes of an element, and its name in safetensors; complex numbers are stored as their real
 #: and imaginary parts
 _DTYPES = {
     "float64": (8, "F64"),
@@ -51,13 +51,13 @@ ITEM_BYTES = {name: num_bytes for name, (num_bytes, _) in _DTYPES.items()}
 SAFETENSORS_DTYPES = {name: code for name, (_, code) in _DTYPES.items()}
 
 _FILE = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": (.*)\}\n', re.DOTALL)
-#: a file in the checkpoint's folder; nothing that leads out of it
+#: name of a file in the checkpoint's folder; no path that leads out of it
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, row-major in one file from this byte on; start and size in elements, for each dim."""
+    """A box of a tensor, row-major in one file from an offset in bytes; start and size of each dim in elements."""
 
     file: str
     offset: int
@@ -92,20 +92,20 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         step: optimizer steps done.
         saved_at: seconds since 1970.
-        versions: of colossus, torch and python that wrote it.
+        versions: versions of colossus, torch and python that wrote it.
         plan: ``axes`` (atomic axis -> ranks), ``text``.
-        config: of the run, as `colossus.config.as_dict` gives it; empty where there was none.
-        files: by name.
-        tensors: by key, ``model/<name>``, ``optimizer/<name>/<entry>``, and those that values refer to.
+        config: config of the run, as `colossus.config.as_dict` returns it; empty where there was none.
+        files: files by name.
+        tensors: tensors by key: ``model/<name>``, ``optimizer/<name>/<entry>``, and those that values refer to.
         aliases: other names of tied parameters and buffers -> the name under which the value is.
-        values: everything that is no tensor, by path, encoded (`colossus.checkpoint.values`).
+        values: all other state by path, encoded (`colossus.checkpoint.values`).
         tokenizer: how text becomes the ids that the model was trained on: `BYTES`, `TOKENIZER_FILE` (one of ``files``,
-            in the format of Hugging Face's tokenizers), or None, where the data did not say.
+            in the format of Hugging Face's tokenizers), or None if the data does not define it.
     """
 
     step: int
@@ -121,22 +121,22 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, the manifest not counted."""
+        """Bytes of all files but the manifest."""
         return sum(file.num_bytes for file in self.files.values())
 
     @property
     def is_weights_only(self) -> bool:
-        """Whether it has nothing that a run could go on with: no step, no optimizer, no place in the data."""
+        """Return whether no run can resume from it: it has no step, no optimizer, no place in the data."""
         return bool(self.tensors) and not self.values
 
     def names(self, section: str) -> Iterator[str]:
-        """The names in a section (``model``, ``optimizer``): keys without the section."""
+        """Yield the names in a section (``model``, ``optimizer``): keys without the section."""
         for key in self.tensors:
             if key.startswith(section + "/"):
                 yield key[len(section) + 1 :]
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
-        """Full shapes of the tensors in a section, by name."""
+        """Return the full shapes of the tensors in a section, by name."""
         return {name: self.tensors[f"{section}/{name}"].shape for name in self.names(section)}
 
     def to_bytes(self) -> bytes:
@@ -149,7 +149,7 @@ class Manifest:
                 key: [
                     entry.dtype,
                     entry.shape,
-                    [[numbers[each.file], each.offset, each.start, each.size] for each in entry.chunks],
+                    [[numbers[chunk.file], chunk.offset, chunk.start, chunk.size] for chunk in entry.chunks],
                 ]
                 for key, entry in self.tensors.items()
             },
@@ -159,7 +159,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises as `folder.require_files` does."""
+    """Return the manifest of a checkpoint folder; raise as `folder.require_files` does."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -167,11 +167,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{folder}: is no checkpoint: there is no {MANIFEST} in it") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    found = _FILE.fullmatch(data)
-    if found is None or zlib.crc32(found[2]) != int(found[1], 16):
+    match = _FILE.fullmatch(data)
+    if match is None or zlib.crc32(match[2]) != int(match[1], 16):
         raise DamagedCheckpoint(f"{path}: is truncated or corrupted, or not one of colossus; take another checkpoint")
     try:
-        body = json.loads(found[2])
+        body = json.loads(match[2])
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']!r:.40} is not {FORMAT}")
         if body["version"] != VERSION:
@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
-    """The manifest of its JSON: names of files lead nowhere else, and chunks cover their tensors."""
+    """Return the manifest of its JSON. Raise if a file name leads elsewhere or chunks do not cover their tensor."""
     names = [name for name, _, _ in body["files"]]
     for name in names:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
@@ -204,22 +204,22 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     }
     for key, entry in tensors.items():
         _require_covered(key, entry)
-    as_they_are = {key: dict(body[key]) for key in ("versions", "plan", "config", "aliases", "values")}
+    unchanged = {key: dict(body[key]) for key in ("versions", "plan", "config", "aliases", "values")}
     return Manifest(
         step=int(body["step"]),
         saved_at=float(body["saved_at"]),
         files=files,
         tensors=tensors,
         tokenizer=body["tokenizer"],
-        **as_they_are,
+        **unchanged,
     )
 
 
 def _require_covered(key: str, entry: TensorEntry) -> None:
-    """That every element is in one chunk."""
-    held = [chunk for chunk in entry.chunks if chunk.num_elements]
-    is_once = len({chunk.start for chunk in held}) == len(held)
-    if not is_once or sum(chunk.num_elements for chunk in held) != math.prod(entry.shape):
+    """Raise ValueError unless every element is in one chunk."""
+    chunks = [chunk for chunk in entry.chunks if chunk.num_elements]
+    is_once = len({chunk.start for chunk in chunks}) == len(chunks)
+    if not is_once or sum(chunk.num_elements for chunk in chunks) != math.prod(entry.shape):
         raise ValueError(f"{key} {entry.shape} is not covered once by its {len(entry.chunks)} chunks")
 
 
@@ -228,7 +228,7 @@ def _require_covered(key: str, entry: TensorEntry) -> None:
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says of a run, beside what ranks write; and further files of the checkpoint, by name."""
+    """Facts about a run in a manifest, beside the parts of its ranks, and further files of the checkpoint, by name."""
 
     step: int
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -238,9 +238,9 @@ class About:
 
 
 def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
-    """The manifest of a checkpoint from what its ranks say of their parts."""
+    """Return the manifest of a checkpoint from the parts of its ranks."""
     files: dict[str, FileEntry] = {}
-    found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+    merged: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
     values: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     for part in parts:
@@ -250,12 +250,14 @@ def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
             name, num_bytes, crc = part["file"]
             files[name] = FileEntry(num_bytes, crc)
         for key, dtype, shape, offset, start, size in part["tensors"]:
-            held = found.setdefault(key, (dtype, tuple(shape), []))
-            if held[:2] != (dtype, tuple(shape)):
-                raise CheckpointError(f"{key} is {held[0]} {held[1]} on one rank and {dtype} {tuple(shape)} on another")
-            held[2].append(Chunk(name, offset, tuple(start), tuple(size)))
+            first = merged.setdefault(key, (dtype, tuple(shape), []))
+            if first[:2] != (dtype, tuple(shape)):
+                raise CheckpointError(
+                    f"{key} is {first[0]} {first[1]} on one rank and {dtype} {tuple(shape)} on another"
+                )
+            first[2].append(Chunk(name, offset, tuple(start), tuple(size)))
     files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in about.files.items()}
-    tensors = {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in found.items()}
+    tensors = {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in merged.items()}
     versions = {"colossus": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}
     return Manifest(
         about.step, time.time(), versions, about.plan, about.config, files, tensors, aliases, values, about.tokenizer

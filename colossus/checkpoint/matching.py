@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes to which parameter or buffer of a model, by names and shapes alone. No torch."""
+"""The match of a checkpoint's tensors to a model's parameters and buffers, by names and shapes alone. No torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from colossus.checkpoint.errors import CheckpointError
 
 Shape = tuple[int, ...]
-#: saved name -> name in the model, or None for what is to be left out
+#: saved name -> name in the model, or None for a tensor that is left out
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
-#: names that an error lists of each kind
+#: number of names that an error lists of each kind
 _MOST_LISTED = 5
 
 
@@ -27,10 +27,10 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """What goes where, by first names.
+    """The match of saved tensors to a model's, by first names.
 
     Attributes:
-        sources: name in the model -> name in the checkpoint, of what is loaded.
+        sources: name in the model -> name in the checkpoint, of tensors that are loaded.
         resized: name in the model -> (rows saved, rows here), of those whose first rows alone are loaded.
         missing: names in the model that were asked for and that the checkpoint does not have.
         left_over: names in the checkpoint that the model does not have.
@@ -45,11 +45,11 @@ class WeightMatch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing, left over or of another shape."""
+        """Return whether nothing is missing, left over or of another shape."""
         return not (self.missing or self.left_over or self.other_shape)
 
     def __str__(self) -> str:
-        """``2 missing there: norm.bias, ..; 1 of another shape: head.weight (8, 4) there, (9, 4) here``."""
+        """Return ``2 missing there: norm.bias, ..; 1 of another shape: head.weight (8, 4) there, (9, 4) here``."""
         kinds = {
             "missing there": self.missing,
             "not in this model": self.left_over,
@@ -65,7 +65,7 @@ class WeightMatch:
 
 
 def match_exactly(model: Mapping[str, ModelTensor], saved: Mapping[str, Shape]) -> WeightMatch:
-    """Everything by its own first name."""
+    """Match every tensor by its own first name."""
     return _compared({name: name for name in model if name in saved}, model, saved, set(model), set(saved))
 
 
@@ -80,24 +80,25 @@ def match_weights(
     shorten: Sequence[str] = (),
     strict: bool = False,
 ) -> WeightMatch:
-    """What of a checkpoint goes into a model that need not be the one which was saved.
+    """Match a checkpoint to a model that may differ from the saved one.
 
     A tied parameter is found under any of its names, on both sides.
 
     Args:
-        aliases: other names of what is saved -> the name under which the value is.
-        only, rename, grow, strict: as of `Checkpoints.load_weights`.
-        shorten: patterns of names in the model that may have fewer rows than were saved, and take the first ones.
+        model: tensors of the model by first name.
+        saved: shapes in the checkpoint by name.
+        aliases: other names of saved tensors -> the name under which the value is.
+        only, rename, grow, strict: those of `Checkpoints.load_weights`.
+        shorten: patterns of names in the model that may have fewer rows than were saved, and read the first ones.
 
     Raises:
-        CheckpointError: for a pattern or a rename that meets nothing, and where two saved tensors would go to one
-            parameter.
+        CheckpointError: if a pattern or a rename matches nothing, or two saved tensors would go to one parameter.
     """
     first_names = {name: first for first, entry in model.items() for name in entry.names}
     for title, patterns in (("only", only or ()), ("grow", grow)):
         for pattern in patterns:
             if not any(matches(name, (pattern,)) for name in first_names):
-                raise CheckpointError(f"{title}: {pattern!r} meets no parameter of the model")
+                raise CheckpointError(f"{title}: {pattern!r} matches no parameter of the model")
     wanted = {first for first, entry in model.items() if only is None or any(matches(n, only) for n in entry.names)}
     sources: dict[str, str] = {}
     new_names, left_over = renamed([*saved, *aliases], rename), set(saved)
@@ -114,37 +115,40 @@ def match_weights(
                 f"{sources[first]} and {name} of the checkpoint both go to {first} of this model: leave one out with "
                 f"rename={{{name!r}: None}}"
             )
-    if only is not None:  # what is not asked for is not left over
+    if only is not None:  # tensors that nobody asked for are not left over
         left_over = {name for name in left_over if matches(new_names[name] or name, only)}
-    found = _compared(sources, model, saved, wanted, left_over, grow=grow, shorten=shorten)
-    if not found.sources:
-        raise CheckpointError(f"nothing in the checkpoint fits this model: {found}")
-    if strict and not found.is_complete:
+    match = _compared(sources, model, saved, wanted, left_over, grow=grow, shorten=shorten)
+    if not match.sources:
+        raise CheckpointError(f"nothing in the checkpoint fits this model: {match}")
+    if strict and not match.is_complete:
         raise CheckpointError(
-            f"it does not fit the model: {found}. only=[patterns] loads a part, rename={{..}} renames, grow=[patterns] "
+            f"it does not fit the model: {match}. only=[patterns] loads a part, rename={{..}} renames, grow=[patterns] "
             f"lets tables have more rows here, strict=False loads what fits"
         )
-    return found
+    return match
 
 
 def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None]:
-    """New names of saved ones.
+    """Return the new names of saved tensors, None for those that are left out.
 
     Args:
-        rename: a function of a name; or a dict whose first key that meets a name renames it. A key is a prefix of whole
-            parts (``{"encoder": "trunk"}``; ``""`` is in front of all, and as a value takes the prefix away), or has
-            stars, and those of its value stand for what they met (``{"blocks.*.up.*": "blocks.*.up.base.*"}``). A
-            value of None leaves out.
+        names: saved names.
+        rename: a function of a name, or a dict whose first key that matches a name renames it. A key is a prefix of
+            whole
+            parts (``{"encoder": "trunk"}``; the key ``""`` adds a prefix to all names, the value ``""`` removes one). A
+            key
+            with stars matches a pattern, and stars of its value stand for the matched text
+            (``{"blocks.*.up.*": "blocks.*.up.base.*"}``). The value None leaves a tensor out.
     """
-    found: dict[str, str | None] = {name: name for name in names}
+    new_names: dict[str, str | None] = {name: name for name in names}
     if rename is None:
-        return found
+        return new_names
     if not isinstance(rename, Mapping):
         return {name: rename(name) for name in names}
     for key, value in reversed([*rename.items()]):  # the first key wins
         if value is not None and "*" in value and value.count("*") != key.count("*"):
             raise CheckpointError(f"rename: {key!r} has {key.count('*')} stars, {value!r} has {value.count('*')}")
-        met = {key: value} if key in found else {}
+        matched = {key: value} if key in new_names else {}
         starred, into = (key, value) if "*" in key else (_below(key), None if value is None else _below(value))
         pattern = re.compile("(.*)".join(map(re.escape, starred.split("*"))))
         for name in names:
@@ -152,15 +156,15 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
                 target = into
                 for star in stars.groups() if target is not None else ():
                     target = target and target.replace("*", star, 1)
-                met[name] = target
-        if not met:
-            raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint")
-        found |= met
-    return found
+                matched[name] = target
+        if not matched:
+            raise CheckpointError(f"rename: {key!r} matches no name of the checkpoint")
+        new_names |= matched
+    return new_names
 
 
 def _below(prefix: str) -> str:
-    """The names below a prefix of whole parts, as a pattern."""
+    """Return a pattern of the names below a prefix of whole parts."""
     return f"{prefix.removesuffix('.')}.*" if prefix else "*"
 
 
@@ -178,7 +182,7 @@ def _compared(
     grow: Sequence[str] = (),
     shorten: Sequence[str] = (),
 ) -> WeightMatch:
-    """The match of these sources, with what does not fit told apart."""
+    """Return the match of these sources, with those that do not fit by kind."""
     fitting, resized, other = {}, {}, {}
     for name, source in sources.items():
         there, here = saved[source], model[name].shape
@@ -187,7 +191,7 @@ def _compared(
             continue
         allowed = grow if there[:1] < here[:1] else shorten
         is_by_rows = len(there) == len(here) and there[1:] == here[1:]
-        if is_by_rows and any(matches(each, allowed) for each in model[name].names):
+        if is_by_rows and any(matches(alias, allowed) for alias in model[name].names):
             fitting[name], resized[name] = source, (there[0], here[0])
         else:
             other[name] = there, here
@@ -196,5 +200,5 @@ def _compared(
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """A key for sorting names as a reader would: ``blocks.2`` before ``blocks.10``."""
+    """Return a key that sorts names as a reader would: ``blocks.2`` before ``blocks.10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Writing checkpoints into the memory of the hosts: the ordinary writer, but each host keeps what its ranks write."""
+"""A writer of checkpoints into the memory of the hosts: each host keeps the files of its ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from colossus.context.parallel_context import ParallelContext
 
 
 class MemoryWriter(CheckpointWriter):
-    """Two generations stay: when a third is begun the oldest is removed, and by then the second is whole on all hosts.
+    """Writes checkpoints into the memory of the hosts.
+
+    Two generations stay. The oldest is removed when a third begins; by then the second is whole on all hosts.
 
     Args:
-        copies: 2: each host also keeps what the host before it has written, which it fetches in the background.
+        memory: the folders of all hosts.
+        context: this rank's context.
+        copies: 2 if each host also fetches the files of the host before it, in the background; else 1.
+        on_block: see `CheckpointWriter`.
     """
 
     def __init__(
@@ -33,13 +38,13 @@ class MemoryWriter(CheckpointWriter):
     ) -> None:
         super().__init__(memory.root, context, on_block=on_block, label="checkpoint in memory")
         self._memory, self._has_room = memory, False
-        self._of_before = (memory.host - 1) % memory.num_hosts if copies > 1 and memory.num_hosts > 1 else None
+        self._previous_host = (memory.host - 1) % memory.num_hosts if copies > 1 and memory.num_hosts > 1 else None
 
     def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
-        """As `CheckpointWriter.save`.
+        """Start to save, see `CheckpointWriter.save`.
 
         Raises:
-            ConfigError: on all ranks, before the first save, when two generations do not fit into a host's memory.
+            ConfigError: on all ranks, before the first save, if two generations do not fit into a host's memory.
         """
         self.finish()
         if not self._has_room:
@@ -51,33 +56,33 @@ class MemoryWriter(CheckpointWriter):
         def count() -> int:
             return sum(box.local.numel() * box.local.element_size() for box in collect().written())
 
-        of_ranks = all_gather_object(self._outcome(count), self._group)
-        if problem_among(of_ranks) is not None:  # the save will say so
+        written_bytes = all_gather_object(self._outcome(count), self._group)
+        if problem_among(written_bytes) is not None:  # the save will say so
             return
 
         def num_bytes(host: int) -> int:
-            return sum(int(of_ranks[rank]) for rank in self._memory.ranks_of(host))
+            return sum(int(written_bytes[rank]) for rank in self._memory.ranks_of(host))
 
         staged = num_bytes(self._memory.host)
-        needed = 2 * (staged + (num_bytes(self._of_before) if self._of_before is not None else 0))
-        held = sum(path.stat().st_size for path in self.root.glob("step-*/*"))
+        needed = 2 * (staged + (num_bytes(self._previous_host) if self._previous_host is not None else 0))
+        used = sum(path.stat().st_size for path in self.root.glob("step-*/*"))
         system, (_, available) = os.statvfs(self.root), machine.memory_bytes()
         free = system.f_bavail * system.f_frsize
-        room = held + (free if available is None else min(free, max(available - staged, 0)))
+        room = used + (free if available is None else min(free, max(available - staged, 0)))
         problem = None
         if needed > room:
-            of_whom = "its ranks and of the host before it" if self._of_before is not None else "its ranks"
+            owners = "its ranks and of the host before it" if self._previous_host is not None else "its ranks"
             problem = (
-                f"checkpoint.memory_every: two generations of the state of {of_whom} are {byte_count(needed)}, and "
-                f"host {platform.node()} has {byte_count(room)} left in {self.root.parent}, beside the copy that is "
-                f"written from: leave it out, or take more hosts"
+                f"checkpoint.memory_every: two generations of the state of {owners} need {byte_count(needed)}, and "
+                f"host {platform.node()} has {byte_count(room)} left in {self.root.parent}, beside the copy that a "
+                f"save makes first: remove this key, or use more hosts"
             )
         if problem := problem_among(all_gather_object(problem, self._group)):
             raise ConfigError(problem)
 
     def _prepare(self, target: Path) -> None:
         for old in sorted(folder.named(self.root))[:-1]:
-            # what each rank has written itself makes room for what it writes now: it waits for no other
+            # a rank's own file makes room for the one that it writes now, so it need not wait for other ranks
             (old / folder.file_of(self._group.index)).unlink(missing_ok=True)
             if self._memory.is_first:
                 shutil.rmtree(old, ignore_errors=True)
@@ -86,15 +91,15 @@ class MemoryWriter(CheckpointWriter):
         target.mkdir(exist_ok=True)
 
     def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
-        of_ranks = gather_object(mine, self._group)
-        made = None if of_ranks is None else self._outcome(lambda: self._manifest(about, of_ranks))
-        made = broadcast_object(made, self._group, 0)
-        problem = made if isinstance(made, str) else None
-        if not isinstance(made, str):
-            assert made is not None
-            num_bytes, files, sizes = made
+        parts = gather_object(mine, self._group)
+        result = None if parts is None else self._outcome(lambda: self._manifest(about, parts))
+        result = broadcast_object(result, self._group, 0)
+        problem = result if isinstance(result, str) else None
+        if not isinstance(result, str):
+            assert result is not None
+            num_bytes, files, sizes = result
             steps: list[Callable[[], None]] = [lambda: self._put_in_folder(target, about.step, files)]
-            if self._of_before is not None:
+            if self._previous_host is not None:
                 steps.insert(0, lambda: self._fetch(target, sizes))
             for step in steps:
                 done = self._outcome(step) if self._memory.is_first else None
@@ -108,23 +113,22 @@ class MemoryWriter(CheckpointWriter):
         return problem
 
     def _manifest(
-        self, about: About, of_ranks: Sequence[dict[str, Any] | str]
+        self, about: About, parts: Sequence[dict[str, Any] | str]
     ) -> tuple[int, dict[str, bytes], dict[str, int]] | str:
-        """On rank 0: bytes of all ranks, what each host writes beside its ranks' files, sizes of files; or what went
-        wrong."""
-        if (problem := problem_among(of_ranks)) is not None:
+        """Return bytes of all ranks, files that each host adds, sizes of files; or what went wrong. On rank 0."""
+        if (problem := problem_among(parts)) is not None:
             return problem
-        manifest = merge([each for each in of_ranks if not isinstance(each, str)], about)
+        manifest = merge([part for part in parts if not isinstance(part, str)], about)
         sizes = {name: file.num_bytes for name, file in manifest.files.items()}
         return manifest.num_bytes, {**about.files, MANIFEST: manifest.to_bytes()}, sizes
 
     def _fetch(self, target: Path, sizes: dict[str, int]) -> None:
-        """Copy the files of the host before this one, which has them under the same name still."""
-        assert self._of_before is not None
-        for rank in self._memory.ranks_of(self._of_before):
+        """Copy the files of the host before this one, which has them under the same temporary name."""
+        assert self._previous_host is not None
+        for rank in self._memory.ranks_of(self._previous_host):
             name = folder.file_of(rank)
             if name in sizes:
-                remote = self._memory.remote(self._of_before)
+                remote = self._memory.remote(self._previous_host)
                 remote.fetch(f"{target.name}/{name}", target / name, sizes[name])
                 self._on_block()
 
@@ -132,5 +136,5 @@ class MemoryWriter(CheckpointWriter):
         for name, data in files.items():
             (target / name).write_bytes(data)
         final = self.root / folder.name_of(step)
-        shutil.rmtree(final, ignore_errors=True)  # of the branch before
+        shutil.rmtree(final, ignore_errors=True)  # left by a branch that the run has left
         target.rename(final)

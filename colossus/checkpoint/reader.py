@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any box of any tensor, whoever wrote which part of it. No code is run from a file."""
+"""A reader of any box of any tensor in a checkpoint, whichever ranks wrote it. No code is run from a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.manifest import Chunk, TensorEntry
-from colossus.checkpoint.tensor_file import DTYPES, BoxReader, ReadAt, reading
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader, ReadAt, read_at
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
 
-#: files kept open at a time
+#: most files that are open at a time
 _MOST_OPEN = 64
 
 
@@ -27,11 +27,11 @@ class CheckpointReader:
     """Reads a checkpoint folder; ``with CheckpointReader(folder) as reader`` closes its files.
 
     Raises:
-        CheckpointError: when the manifest or a file is missing, truncated or foreign (checksums: `verify`).
+        CheckpointError: if the manifest or a file is missing, truncated or foreign (checksums: `verify`).
 
     Attributes:
-        folder: of the checkpoint.
-        manifest: what is in it.
+        folder: folder of the checkpoint.
+        manifest: its manifest.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -41,20 +41,25 @@ class CheckpointReader:
         self._descriptors: dict[str, int] = {}
 
     def entry(self, key: str) -> TensorEntry:
-        """What the manifest says of a tensor (``model/norm.weight``): dtype, full shape, chunks.
+        """Return the manifest's entry of a tensor (``model/norm.weight``): dtype, full shape, chunks.
 
         Raises:
-            CheckpointError: when there is none of this key.
+            CheckpointError: if there is no tensor of this key.
         """
         if key not in self.manifest.tensors:
             raise CheckpointError(f"{self.folder}: has no tensor {key!r}")
         return self.manifest.tensors[key]
 
     def read_box(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box, any dtype.
+        """Fill ``out`` with a box of a tensor.
+
+        Args:
+            key: key of the tensor.
+            box: (start, stop) of every dim.
+            out: a tensor of the shape of the box, of any dtype.
 
         Raises:
-            CheckpointError: when there is no such tensor, or its file cannot be read.
+            CheckpointError: if there is no such tensor, or its file cannot be read.
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
@@ -68,14 +73,14 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {error}") from error
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, on the host."""
+        """Return a whole tensor, on the host."""
         entry = self.entry(key)
         out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_box(key, tuple((0, size) for size in entry.shape), out)
         return out
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
-        """Compare the checksums of all files, which the ranks of a group share out. Collective over the group.
+        """Compare the checksums of all files, which the ranks of a group divide. Collective over the group.
 
         Raises:
             DamagedCheckpoint: on all of its ranks, naming the files.
@@ -84,12 +89,12 @@ class CheckpointReader:
         mine = names if group is None else names[group.index :: group.size]
         problems = [problem_of(self.folder / name, self.manifest.files[name].crc32, on_block) for name in mine]
         if group is not None:
-            problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
-        if found := [each for each in problems if each is not None]:
-            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(found)}: take another checkpoint")
+            problems = [problem for several in all_gather_object(problems, group) for problem in several]
+        if texts := [problem for problem in problems if problem is not None]:
+            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(texts)}: take another checkpoint")
 
     def _file(self, name: str) -> ReadAt:
-        return reading(self._open(name))
+        return read_at(self._open(name))
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:

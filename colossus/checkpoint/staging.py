@@ -10,8 +10,12 @@ from torch import Tensor
 
 
 class Staging:
-    """Memory of the host that tensors are copied to, kept from one checkpoint to the next: pinned where they come from
-    an accelerator, so that copies need not wait for each other; else in large pages, which are there at once."""
+    """Memory of the host that tensors are copied to, kept from one checkpoint to the next.
+
+    It is pinned if tensors come from an accelerator, so that copies need not wait for each other; else it has large
+    pages,
+    which are faster to allocate.
+    """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -21,7 +25,7 @@ class Staging:
         return self._memory.numel() if self._memory is not None else 0
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies on the host, valid until the next call. Waits for devices once."""
+        """Return contiguous copies on the host, valid until the next call. Waits for devices once."""
         sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         self._reserve(sum(sizes), is_pinned=bool(devices))

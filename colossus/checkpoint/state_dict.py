@@ -1,4 +1,4 @@
-"""State dicts by logical name and full shape, whatever the plan: of a model under one, and out of a folder."""
+"""State dicts by logical name and full shape: of a model under any plan, and from a folder."""
 
 from __future__ import annotations
 
@@ -25,45 +25,54 @@ from colossus.layout.split_parameter import as_shards
 def full_state_dict(
     model: nn.Module, context: ParallelContext, *, gradients: bool = False, aliases: bool = True
 ) -> dict[str, Tensor]:
-    """Whole parameters (or their gradients) by full logical name, on every rank, in the order of the whole model.
+    """Return whole parameters, or their gradients, by full logical name, on every rank. Collective over all ranks.
 
-    All ranks must call. Buffers are included, except for gradients; a gradient that is None is left out. What is tied
-    is there under each of its names, one tensor, as in ``torch.nn.Module.state_dict``, also where stages of a pipeline
-    share it; a gradient, as in ``named_parameters``, under its first.
+    They are in the order of the whole model. Buffers are included, except for gradients; a gradient that is None is
+    left
+    out. A tied parameter is there under each of its names, as one tensor, as in ``torch.nn.Module.state_dict``, even if
+    pipeline stages share it. A tied gradient is there under its first name, as in ``named_parameters``.
 
-    Of replicas with parameters of their own (gossip, local steps) each rank gets its own replica's: call it inside of
-    ``with engine.strategy.export():`` for those that all are to have.
+    If replicas have parameters of their own (gossip, local steps) each rank gets those of its replica. Call it inside
+    of
+    ``with engine.strategy.export():`` for the same on all.
 
     Args:
-        aliases: False leaves out the names of tied parameters and buffers but for the first.
+        model: the rank's part of the model.
+        context: the rank's context.
+        gradients: whether to return gradients in place of values.
+        aliases: whether tied parameters and buffers have all their names, or the first alone.
 
     Returns:
-        Tensors of full shape. Each rank holds all of them: this is for models that fit on one rank, `stream_state_dict`
-        for those that do not.
+        Tensors of full shape. Each rank has all of them: this is for models that fit on one rank, `stream_state_dict`
+            for
+        those that do not.
     """
     own = _own(model, gradients=gradients)
-    found: dict[str, tuple[Position, Tensor]] = {}
+    placed: dict[str, tuple[Position, Tensor]] = {}
     for first, tensor in _over_stages(own, context).items():
         whole = _whole(own.get(first), tensor, context)
         names = tensor.names if aliases and not gradients else {first: tensor.names[first]}
-        found.update({name: (at, whole) for name, at in names.items()})
-    return {name: whole for name, (_, whole) in sorted(found.items(), key=lambda item: item[1][0])}
+        placed.update({name: (at, whole) for name, at in names.items()})
+    return {name: whole for name, (_, whole) in sorted(placed.items(), key=lambda item: item[1][0])}
 
 
 def stream_state_dict(
     model: nn.Module, context: ParallelContext, *, order: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole parameters and buffers of a model one after the other, on rank 0; of any size, under any plan.
+    """Yield the whole parameters and buffers of a model on rank 0, one after the other: of any size, under any plan.
 
         for name, value in stream_state_dict(engine.model, engine.context):  # on all ranks
             write(name, value)  # on rank 0
 
-    All ranks must iterate: the others take part in the gathering and are given nothing. No rank holds more than one
-    whole parameter, beside the one that the loop still has. Rank 0 must go through it to its end, too.
+    All ranks must iterate: the others take part in the gathering and receive nothing. No rank has more than one whole
+    parameter, beside the one that the loop still references. Rank 0 must iterate to the end, too.
 
     Args:
-        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model,
-            and under each of their names, which follow each other.
+        model: the rank's part of the model.
+        context: the rank's context.
+        order: the first names of the wanted tensors, the same on all ranks. None is all, in the order of the model,
+            under
+            each of their names, which follow each other.
 
     Yields:
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
@@ -80,8 +89,14 @@ def stream_state_dict(
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or buffer of the whole model: its names with the place of each in the state dict, its full shape, and
-    the first pipeline stage that has it."""
+    """A parameter or buffer of the whole model.
+
+    Attributes:
+        names: its names, with the position of each in the state dict.
+        shape: full shape.
+        dtype: its dtype.
+        stage: the first pipeline stage that has it.
+    """
 
     names: Mapping[str, Position]
     shape: tuple[int, ...]
@@ -90,109 +105,114 @@ class WholeTensor:
 
 
 def whole_tensors(model: nn.Module, context: ParallelContext) -> dict[str, WholeTensor]:
-    """What `stream_state_dict` gives, by first name. All ranks must call, and get the same."""
+    """Return the tensors of `stream_state_dict`, by first name, on all ranks. Collective over all ranks."""
     return _over_stages(_own(model, gradients=False), context)
 
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context: ParallelContext) -> None:
-    """Load whole parameters by logical name; each rank takes its shard. All ranks must call.
+    """Load whole parameters by logical name; each rank takes its shard. Collective over all ranks.
 
     Args:
-        state: tensors of full shape, as `full_state_dict` returns them; of what is tied, one name is enough.
+        model: the rank's part of the model.
+        state: tensors of full shape, as `full_state_dict` returns them; one name of a tied parameter is enough.
+        context: the rank's context.
 
     Raises:
         ValueError: naming every key that is missing or left over, or whose shape differs.
     """
     entries = entries_of(model)
-    known = {first: tensor.names.keys() for first, tensor in whole_tensors(model, context).items()}
-    missing = sorted(first for first, names in known.items() if names.isdisjoint(state))
-    extra = sorted(set(state).difference(*known.values()))
+    names_by_first = {first: tensor.names.keys() for first, tensor in whole_tensors(model, context).items()}
+    missing = sorted(first for first, names in names_by_first.items() if names.isdisjoint(state))
+    extra = sorted(set(state).difference(*names_by_first.values()))
     if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
-    chosen = {name: next(state[each] for each in entry.names if each in state) for name, entry in entries.items()}
+    chosen = {name: next(state[alias] for alias in entry.names if alias in state) for name, entry in entries.items()}
     for name, entry in entries.items():
         if chosen[name].shape != entry.shape:
             raise ValueError(f"{name}: the state dict has shape {tuple(chosen[name].shape)}, the model {entry.shape}")
     with as_shards():
         for name, entry in entries.items():
-            if isinstance(entry.held, Tensor):
-                entry.held.copy_(chosen[name])
+            if isinstance(entry.value, Tensor):
+                entry.value.copy_(chosen[name])
             else:
-                entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
-    torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
+                entry.value.local().copy_(shard(chosen[name], entry.value.layout, context, entry.value.intervals))
+    torch.clear_autocast_cache()  # else an autocast block around this call would use casts of the old values
 
 
-#: an entry of this rank, and the part that the rank has of it, or of its gradient
+#: an entry of this rank, and the rank's part of its value or gradient
 _Shard = tuple[Entry, Tensor]
 
 
 def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
-    """The entries of this rank by first name."""
+    """Return the entries of this rank with their parts, by first name."""
     own: dict[str, _Shard] = {}
     for name, entry in entries_of(model).items():
-        if isinstance(entry.held, Tensor):
+        if isinstance(entry.value, Tensor):
             if not gradients:
-                own[name] = entry, entry.held
+                own[name] = entry, entry.value
             continue
-        parameter = entry.held.parameter
+        parameter = entry.value.parameter
         with as_shards():
             buffer = parameter.grad if gradients else parameter.data
-            if buffer is not None and buffer.is_sparse:  # of some rows of a table
+            if buffer is not None and buffer.is_sparse:  # a table's gradient, of some rows
                 buffer = buffer.to_dense()
             if buffer is not None:
-                own[name] = entry, entry.held.local(buffer)
+                own[name] = entry, entry.value.local(buffer)
     return own
 
 
 def _over_stages(own: Mapping[str, _Shard], context: ParallelContext) -> dict[str, WholeTensor]:
-    """The entries of all stages by first name, in the order of the whole model. Collective."""
-    mine = {name: (entry.names, entry.shape, held.dtype) for name, (entry, held) in own.items()}
-    found: dict[str, WholeTensor] = {}
-    for stage, of_stage in enumerate(all_gather_object(mine, context.group("pipeline"))):
-        for name, (names, shape, dtype) in of_stage.items():
-            found.setdefault(name, WholeTensor(names, shape, dtype, stage))
-    return dict(sorted(found.items(), key=lambda item: item[1].names[item[0]]))
+    """Return the tensors of all stages by first name, in the order of the whole model. Collective."""
+    mine = {name: (entry.names, entry.shape, part.dtype) for name, (entry, part) in own.items()}
+    tensors: dict[str, WholeTensor] = {}
+    for stage, entries in enumerate(all_gather_object(mine, context.group("pipeline"))):
+        for name, (names, shape, dtype) in entries.items():
+            tensors.setdefault(name, WholeTensor(names, shape, dtype, stage))
+    return dict(sorted(tensors.items(), key=lambda item: item[1].names[item[0]]))
 
 
 def _whole(own: _Shard | None, tensor: WholeTensor, context: ParallelContext) -> Tensor:
-    """A whole tensor on all ranks, gathered on the first stage that has it. Collective."""
+    """Return a whole tensor on all ranks, gathered on the first stage that has it. Collective."""
     group = context.group("pipeline")
     if own is None or group.index != tensor.stage:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=context.device)
-    elif isinstance(own[0].held, Tensor):
+    elif isinstance(logical := own[0].value, Tensor):
         whole = own[1].detach().clone()
     else:
-        held = own[0].held
-        whole = gather(own[1], held.layout, tensor.shape, context, held.intervals)
+        whole = gather(own[1], logical.layout, tensor.shape, context, logical.intervals)
     return collectives.broadcast(whole.contiguous(), group, tensor.stage)
 
 
-# -- out of a folder --------------------------------------------------------------------------------------
+# -- from a folder ----------------------------------------------------------------------------------------
 
 
 def read_state_dict(
     path: Path | str, *, only: Sequence[str] | None = None, average: str | None = None, verify: bool = True
 ) -> dict[str, Tensor]:
-    """Whole parameters and buffers by full logical name, as ``torch.nn.Module.load_state_dict(.., strict=True)`` takes
-    them: tied ones under each of their names, one tensor. No processes, no engine, whatever the plan that saved them.
+    """Return whole parameters and buffers from a folder, as ``torch.nn.Module.load_state_dict(.., strict=True)`` needs.
+
+    They are by full logical name, tied ones under each of their names, as one tensor. It needs no processes and no
+    engine,
+    whatever plan saved them.
 
         model.load_state_dict(read_state_dict("runs/first"))
 
     Args:
         path: a checkpoint, a folder of them (the latest is read) or a run folder; or a model folder of Hugging Face,
-            whose tensors are given by our names.
+            whose
+            tensors are returned under our names.
         only: patterns (`fnmatch`) of names; None is all.
-        average: of the weights that a hook has kept, "ema" or "swa", in the place of the parameters.
-        verify: compare the checksums of all files first.
+        average: name of an average of the weights, "ema" or "swa", to read in place of the parameters.
+        verify: whether to compare the checksums of all files first.
 
     Returns:
         Tensors on the host, of full shape and of the dtype in which they were stored.
 
     Raises:
-        CheckpointError: when there is no whole checkpoint, or a pattern meets nothing.
+        CheckpointError: if there is no whole checkpoint, or a pattern matches nothing.
     """
     return dict(stream_saved_state_dict(path, only=only, average=average, verify=verify))
 
@@ -200,9 +220,9 @@ def read_state_dict(
 def stream_saved_state_dict(
     path: Path | str, *, only: Sequence[str] | None = None, average: str | None = None, verify: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `read_state_dict` gives, one after the other: no more than one whole parameter is held.
+    """Yield the tensors of `read_state_dict` one after the other, with no more than one whole parameter in memory.
 
-    What is wrong is raised at the call, before the first is read.
+    Errors are raised at the call, before the first is read.
 
     Yields:
         (name, tensor); the names of a tied parameter follow each other, with the same tensor.
@@ -213,9 +233,9 @@ def stream_saved_state_dict(
         names[name].append(alias)
     if only is not None:
         for pattern in only:
-            if not any(matches(name, (pattern,)) for of_one in names.values() for name in of_one):
-                raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name")
-        names = {first: [each for each in of_one if matches(each, only)] for first, of_one in names.items()}
+            if not any(matches(name, (pattern,)) for aliases in names.values() for name in aliases):
+                raise CheckpointError(f"{reader.folder}: {pattern!r} matches no name")
+        names = {first: [name for name in aliases if matches(name, only)] for first, aliases in names.items()}
     if verify:
         reader.verify()
 

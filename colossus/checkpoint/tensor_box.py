@@ -1,4 +1,4 @@
-"""What a rank holds of whole tensors: the unit in which checkpoints are written and read; the tensors of a model."""
+"""Boxes of whole tensors, in which a checkpoint is written and read, and the tensors of a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TensorBox:
     """A rank's box of a tensor.
 
     Attributes:
-        key: of the tensor in the checkpoint.
+        key: key of the tensor in the checkpoint.
         shape: full shape.
         box: (start, stop) of every dim; may be empty.
         local: a view of the rank's memory, of the shape of the box.
-        writes: whether this rank writes the box, of those that hold it.
+        writes: whether this rank writes the box, of the ranks that have it.
     """
 
     key: str
@@ -39,7 +39,7 @@ class TensorBox:
 
     @classmethod
     def of_chunk(cls, key: str, shape: Sequence[int], box: Box, chunk: Tensor, *, writes: bool) -> TensorBox:
-        """Of a buffer that may be larger than the box, which then fills the beginning of each dim."""
+        """Return the box of a buffer, which may be larger than the box and has it at the beginning of each dim."""
         local = chunk.detach()
         for dim, (start, stop) in enumerate(box):
             if local.shape[dim] != stop - start:
@@ -49,11 +49,11 @@ class TensorBox:
 
 @dataclass
 class RankState:
-    """What a rank adds to a checkpoint.
+    """The state that a rank adds to a checkpoint.
 
     Attributes:
-        tensors: that it holds a box of; it writes some of them.
-        values: encoded JSON by path; a path is given by one rank only.
+        tensors: boxes of tensors, of which it writes some.
+        values: encoded JSON by path; each path comes from one rank only.
         aliases: other names of tied parameters and buffers -> the name under which the value is.
     """
 
@@ -62,11 +62,11 @@ class RankState:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def written(self) -> list[TensorBox]:
-        """The tensors that the rank writes, those with larger elements first: so all are aligned in a file."""
-        mine = [held for held in self.tensors if held.writes and (held.local.numel() or 0 in held.shape)]
-        for held in mine:
-            dtype_name(held.local.dtype)
-        return sorted(mine, key=lambda held: -held.local.element_size())
+        """Return the boxes that the rank writes, those with larger elements first: so all are aligned in a file."""
+        mine = [box for box in self.tensors if box.writes and (box.local.numel() or 0 in box.shape)]
+        for box in mine:
+            dtype_name(box.local.dtype)
+        return sorted(mine, key=lambda box: -box.local.element_size())
 
 
 def choose_writers(
@@ -75,59 +75,64 @@ def choose_writers(
     at: Mapping[str, int],
     apart: Sequence[str] = ("pipeline",),
 ) -> list[bool]:
-    """Of each tensor whether this rank writes its box: of the ranks that hold the same box, the one that has been given
-    the fewest bytes so far. Ranks that hold the same tensors come to the same answer, so nothing is exchanged.
+    """Return, for each tensor, whether this rank writes its box.
+
+    Of the ranks that have the same box, the one with the fewest bytes so far writes it. Ranks that have the same
+    tensors
+    compute the same answer, so nothing is exchanged.
 
     Args:
         tensors: layout, full shape and bytes of an element.
-        sizes, at: of all axes, and this rank's coordinates.
-        apart: axes along which ranks do not hold the same tensors.
+        sizes: sizes of all axes.
+        at: this rank's coordinates.
+        apart: axes along which ranks have different tensors.
     """
-    #: bytes given to each of the ranks with the same boxes, for the axes along which these lie
-    given: dict[tuple[str, ...], list[int]] = {}
+    #: axes along which ranks have the same box -> bytes of each of these ranks
+    load: dict[tuple[str, ...], list[int]] = {}
     chosen = []
     for layout, shape, item_bytes in tensors:
         along = tuple(axis for axis in sizes if axis not in apart and axis not in layout.shard_axes)
         index = 0
         for axis in along:
             index = index * sizes[axis] + at[axis]
-        counts = given.setdefault(along, [0] * math.prod(sizes[axis] for axis in along))
+        counts = load.setdefault(along, [0] * math.prod(sizes[axis] for axis in along))
         writer = counts.index(min(counts))
         counts[writer] += math.prod(layout.chunk(shape, sizes)) * item_bytes
         chosen.append(writer == index)
     return chosen
 
 
-#: where an entry stands in the state dict of the whole model: number of its parameter or buffer, number within it
+#: position in the state dict of the whole model: number of the parameter or buffer, number within it
 Position = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A logical parameter, or a buffer, that this rank holds.
+    """A logical parameter or a buffer of this rank.
 
     Attributes:
-        names: with the place of each; one that is tied has several, of which the first is the model's first.
+        value: the parameter or buffer.
+        names: its names with the position of each; a tied one has several, the model's first name first.
     """
 
-    held: LogicalParameter | Tensor
+    value: LogicalParameter | Tensor
     names: dict[str, Position]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.held.shape)
+        return tuple(self.value.shape)
 
 
 def entries_of(model: nn.Module) -> dict[str, Entry]:
-    """The logical parameters and persistent buffers of this rank by their first names; what is tied is there once."""
+    """Return the logical parameters and persistent buffers of this rank by first name; a tied one is there once."""
     order = full_model_order(model)
-    found: dict[tuple[int, str], Entry] = {}
+    entries: dict[tuple[int, str], Entry] = {}
     for number, logical in enumerate(logical_parameters(model, keep_ties=True)):
-        entry = found.setdefault((id(logical.parameter), logical.shard_name), Entry(logical, {}))
+        entry = entries.setdefault((id(logical.parameter), logical.shard_name), Entry(logical, {}))
         entry.names[logical.name] = order[logical.parameter_name], number
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
-            entry = found.setdefault((id(buffer), ""), Entry(buffer, {}))
+            entry = entries.setdefault((id(buffer), ""), Entry(buffer, {}))
             entry.names[name] = order.get(name, len(order)), 0
-    return {next(iter(entry.names)): entry for entry in found.values()}
+    return {next(iter(entry.names)): entry for entry in entries.values()}

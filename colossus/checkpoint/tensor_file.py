@@ -1,9 +1,10 @@
 """A safetensors file, written as a stream and read in boxes.
 
-The library copies all tensors of a file before it writes them and sums no bytes: a save would need the memory of a
-rank's part again, and a second reading for its checksum. It reads through a memory map, whose pages count as memory of
-the process, and a disk that fails would end the process: `BoxReader` needs one block, and fails in words. What is
-written here `safetensors.safe_open` reads. The format: https://huggingface.co/docs/safetensors
+The library copies all tensors of a file before it writes them and computes no checksum. A save would need the memory of
+a rank's part twice, and a second reading for its checksum. It reads through a memory map, whose pages count as memory
+of
+the process, and a failing disk would end the process; `BoxReader` needs one block, and raises an error in words.
+`safetensors.safe_open` reads these files. The format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk
 from colossus.layout.layout import Box
 
-#: after which a file is flushed while it is written: one flush at its end would be silent for as long as it takes, and
-#: a run that was told to stop is ended when it is silent for too long
+#: bytes after which a file is flushed while it is written. One flush at its end would take long, and a stopping run
+#: that is silent for long is killed.
 FLUSH_BYTES = 1 << 30
-#: what is not wanted of a row and is as long is not read; what is shorter is read, and dropped
+#: unwanted bytes of a row are skipped if they are as many; fewer are read and dropped
 _LONG_GAP_BYTES = 1 << 15
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETENSORS_DTYPES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it."""
+    """Return the name of a dtype in the manifest."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"a tensor of dtype {name} cannot be saved; dtypes are {', '.join(sorted(DTYPES))}")
@@ -42,12 +43,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Header(NamedTuple):
-    """Of a safetensors file.
+    """The header of a safetensors file.
 
     Attributes:
-        data: the file's first bytes.
-        offsets: key -> of its first byte in the file.
-        num_bytes: of the whole file.
+        data: first bytes of the file.
+        offsets: key -> offset of its first byte in the file.
+        num_bytes: bytes of the whole file.
     """
 
     data: bytes
@@ -56,7 +57,7 @@ class Header(NamedTuple):
 
 
 def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> Header:
-    """Of a file with these (key, dtype, shape), which lie in it in this order."""
+    """Return the header of a file with these (key, dtype, shape), in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for key, dtype, shape in tensors:
@@ -74,11 +75,14 @@ def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> 
 def write_file(
     path: Path, header: Header, tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
 ) -> int:
-    """Write and flush a file whose header was made of these tensors, one after the other.
+    """Write and flush a file whose header was made from these tensors, one after the other.
 
     A tensor that is not on the host, or not contiguous, is copied first, one at a time.
 
     Args:
+        path: path of a new file.
+        header: header of the file.
+        tensors: the tensors.
         on_block: called after each `BLOCK_BYTES`.
 
     Returns:
@@ -111,7 +115,7 @@ def write_file(
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; of a contiguous one on the host its memory."""
+    """Return the bytes of a tensor: its own memory if it is contiguous on the host, else a copy."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return _memory(tensor) if tensor.numel() else memoryview(b"")
 
@@ -121,23 +125,23 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-#: fills the beginning of a buffer from this byte of a file on: the number of bytes, 0 at the end of the file
+#: reads a file from an offset into the beginning of a buffer; returns the number of bytes, 0 at the end of the file
 ReadAt = Callable[[int, memoryview], int]
 
 
-def reading(descriptor: int) -> ReadAt:
-    """Of an open file of this host."""
+def read_at(descriptor: int) -> ReadAt:
+    """Return a function that reads an open file of this host."""
     return lambda offset, buffer: os.preadv(descriptor, [buffer[: 1 << 30]], offset)
 
 
 class BoxReader:
-    """Reads boxes of chunks; its memory beside the targets is `BLOCK_BYTES`."""
+    """Reads boxes of chunks; it needs `BLOCK_BYTES` of memory beside the targets."""
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def read(self, file: ReadAt, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
-        """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box."""
+        """Read the part of a box that a chunk has into its place in ``out``, which has the shape of the box."""
         inside: list[tuple[int, int]] = []
         for dim, (start, size, (low, high)) in enumerate(zip(chunk.start, chunk.size, box, strict=True)):
             first, last = max(start, low), min(start + size, high)
@@ -159,7 +163,7 @@ class BoxReader:
         dtype: torch.dtype,
         target: Tensor,
     ) -> None:
-        """Read what lies ``inside`` of a row-major array of this size, which begins at this offset of a file."""
+        """Read the ranges ``inside`` of a row-major array of this size, which begins at this offset of a file."""
         first, last = inside[0]
         row = dtype.itemsize * math.prod(size[1:])
         wanted = dtype.itemsize * math.prod(high - low for low, high in inside[1:])

@@ -1,4 +1,4 @@
-"""State that is no tensor of the model, as JSON and plain tensors: nothing that would have to be unpickled."""
+"""State that is no tensor of the model, as JSON and plain tensors: nothing needs to be unpickled."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from colossus.checkpoint.errors import CheckpointError
 
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
-#: a dict with one of these keys is not a dict of the user's
+#: keys that mark an encoded value; a user's dict with one of them is encoded as items
 TAGS = ("$tuple", "$items", "$tensor", "$array", "$numpy")
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A nest of plain Python values, tensors and arrays as JSON.
+    """Return a nest of plain Python values, tensors and arrays as JSON.
 
-    Tensors and arrays go to ``tensors``, under keys that begin with ``path``.
+    Tensors and arrays are added to ``tensors``, under keys that begin with ``path``.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]
+        return [encode(element, f"{path}.{index}", tensors) for index, element in enumerate(value)]
     if type(value) in (tuple, torch.Size):
         return {"$tuple": encode(list(value), path, tensors)}
     if type(value) in (dict, OrderedDict):
         if all(type(key) is str for key in value) and not any(key in TAGS for key in value):
-            return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+            return {key: encode(element, f"{path}.{key}", tensors) for key, element in value.items()}
         return {"$items": encode([list(item) for item in value.items()], path, tensors)}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {"$numpy": [value.dtype.str, value.item()]}
@@ -49,37 +49,37 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The nest that `encode` made JSON of; ``tensor`` reads one by its key."""
+    """Return the nest that `encode` got; ``tensor`` reads a tensor by its key."""
     if isinstance(value, list):
-        return [decode(each, tensor) for each in value]
+        return [decode(element, tensor) for element in value]
     if not isinstance(value, Mapping):
         return value
     tag = next(iter(value), None)
     if len(value) != 1 or tag not in TAGS:
-        return {key: decode(each, tensor) for key, each in value.items()}
-    inside = value[tag]
+        return {key: decode(element, tensor) for key, element in value.items()}
+    content = value[tag]
     match tag:
         case "$tuple":
-            return tuple(decode(each, tensor) for each in inside)
+            return tuple(decode(element, tensor) for element in content)
         case "$items":
-            return {decode(key, tensor): decode(each, tensor) for key, each in inside}
+            return {decode(key, tensor): decode(element, tensor) for key, element in content}
         case "$numpy":
-            return _plain_dtype(inside[0]).type(inside[1])
+            return _plain_dtype(content[0]).type(content[1])
         case "$array":
-            key, dtype, shape = inside
+            key, dtype, shape = content
             return tensor(key).numpy().view(_plain_dtype(dtype)).reshape(shape)
-    return tensor(inside)
+    return tensor(content)
 
 
 def _plain_dtype(text: Any) -> np.dtype[Any]:
-    """A dtype of numbers. One of objects would take bytes of the file for addresses of objects."""
+    """Return a dtype of numbers. A dtype of objects would read bytes of the file as addresses."""
     if not isinstance(text, str) or not _PLAIN_DTYPE.fullmatch(text):
         raise CheckpointError(f"has an array of dtype {text!r:.40}, which is none of numbers")
     return np.dtype(text)
 
 
 def _put(value: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Add a tensor under a key that no other one has: its path, with a number where it is taken."""
+    """Add a tensor under its path, with a number where another has this key, and return the key."""
     key, number = path, 1
     while key in tensors:
         number += 1

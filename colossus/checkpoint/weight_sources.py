@@ -1,5 +1,8 @@
-"""Where weights come from: checkpoints, and the folders of others that `WEIGHT_FORMATS` names; and what lies beside
-them: how text becomes tokens, which tokens end it, names of classes. No torch until one is opened."""
+"""Sources of weights: checkpoints, and the folders of other formats that `WEIGHT_FORMATS` names.
+
+Assets lie beside the weights: the tokenizer, the tokens that end a text, names of classes. No torch until one is
+opened.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None = None) -> Path:
-    """The folder that a user means: a checkpoint, as `locate` finds it, or one of another format, which is checked.
+    """Return the folder that a user means: a checkpoint (`locate`), or one of another format, which is checked.
 
     Args:
-        damaged: those that are known not to be whole.
+        path: a user's path.
+        damaged: checkpoints that are known to be damaged.
     """
     path = user_path(path)
     foreign = _format_of(path)
@@ -38,10 +42,14 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
 
 
 def open_weights(folder: Path | str, average: str | None = None) -> CheckpointReader:
-    """A reader of what `find_weights` has found; a `CheckpointError` when it is not whole.
+    """Return a reader of a folder that `find_weights` returned.
 
     Args:
-        average: of weights, in the place of the parameters (`with_average`).
+        folder: the folder.
+        average: name of an average of weights to read in place of the parameters (`with_average`).
+
+    Raises:
+        CheckpointError: if it is not whole.
     """
     foreign = _format_of(Path(folder))
     opens = importlib.import_module("colossus.checkpoint.reader").CheckpointReader if foreign is None else foreign.open
@@ -51,20 +59,20 @@ def open_weights(folder: Path | str, average: str | None = None) -> CheckpointRe
 
 
 def manifest_of(folder: Path, average: str | None = None) -> Manifest:
-    """What `find_weights` has found holds, see `open_weights`."""
+    """Return the manifest of a folder that `find_weights` returned, see `open_weights`."""
     foreign = _format_of(folder)
     manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
     return with_average(manifest, average, folder)
 
 
 def describe_weights(folder: Path) -> str:
-    """What `find_weights` has found, in words."""
+    """Return a description of a folder that `find_weights` returned."""
     foreign = _format_of(folder)
     return f"of step {read_manifest(folder).step}, {folder}" if foreign is None else f"of {foreign.title}, {folder}"
 
 
 def _format_of(path: Path) -> Any:
-    """Return the format of a folder that is not of ours; None for what may be ours."""
+    """Return the foreign format of a folder; None if it may be ours."""
     try:
         if (path / MANIFEST).exists():
             return None
@@ -78,7 +86,7 @@ def _format_of(path: Path) -> Any:
 
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
-#: files, by the names that Hugging Face gives them
+#: names of files, those of Hugging Face
 ASSET_FILES = (
     TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", GENERATION, PREPROCESSOR,
@@ -89,32 +97,35 @@ TOKEN_IDS, LABELS = "token_ids", "labels"
 
 @dataclass(frozen=True)
 class Assets:
-    """What belongs to weights, beside them: sections of a manifest's config, and `ASSET_FILES` by name."""
+    """The assets of weights: sections of a manifest's config, and `ASSET_FILES` by name."""
 
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def for_tokenizer(self, content: bytes | None) -> Assets:
-        """What stays for data with this ``tokenizer.json`` (None: unknown): of another one nothing of tokens does."""
+        """Return the assets that fit data with this ``tokenizer.json``; those of tokens do not fit another one.
+
+        Args:
+            content: content of the file; None if it is unknown, which keeps all.
+        """
         if content is None or content == self.files.get(TOKENIZER_FILE):
             return self
-        kept = {name: data for name, data in self.files.items() if name == PREPROCESSOR}  # of images
-        return Assets({key: value for key, value in self.config.items() if key != TOKEN_IDS}, kept)
+        of_images = {name: data for name, data in self.files.items() if name == PREPROCESSOR}
+        return Assets({key: value for key, value in self.config.items() if key != TOKEN_IDS}, of_images)
 
 
 def read_assets(folder: Path, config: Mapping[str, Any]) -> Assets:
-    """Those of a folder whose manifest has this config."""
+    """Return the assets in a folder whose manifest has this config."""
     try:
         files = {name: (folder / name).read_bytes() for name in ASSET_FILES if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    held = {key: config[key] for key in (TOKEN_IDS, LABELS) if isinstance(config.get(key), Mapping) and config[key]}
-    return Assets(held, files)
+    sections = (key for key in (TOKEN_IDS, LABELS) if isinstance(config.get(key), Mapping) and config[key])
+    return Assets({key: config[key] for key in sections}, files)
 
 
 def assets_of_model(model: Any) -> Assets:
-    """Return what belongs to a model of transformers' own code: the files of the folder that it was read from, and the
-    settings of its generation. Empty for any other model."""
+    """Return the assets of a model of transformers: files of its folder, and its generation settings. Else none."""
     folder, settings = getattr(model, "name_or_path", None), getattr(model, "generation_config", None)
     is_folder = isinstance(folder, str) and bool(folder) and Path(folder).is_dir()
     files = dict(read_assets(Path(folder), {}).files) if is_folder else {}  # type: ignore[arg-type]
@@ -125,6 +136,6 @@ def assets_of_model(model: Any) -> Assets:
 
 
 def write_assets(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write and flush them."""
+    """Write and flush the files of assets."""
     for name, data in files.items():
         write_flushed(folder / name, data)

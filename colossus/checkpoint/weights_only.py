@@ -1,4 +1,4 @@
-"""A checkpoint that has weights alone: what a run begins with (``checkpoint.weights``), not what one goes on from."""
+"""A checkpoint with weights alone: a run can begin with it (``checkpoint.weights``), but not resume from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colossus.checkpoint.writer import write_boxes
 
 T = TypeVar("T")
 
-#: what Hugging Face's tools split at
+#: default limit of a file in Hugging Face's tools
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -34,12 +34,14 @@ def to_colossus(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the parameters and buffers that a reader has as a checkpoint; no more than one of them is held.
+    """Write the parameters and buffers of a reader as a checkpoint, with no more than one of them in memory.
 
     Args:
-        dtype: of the floating-point ones; None is that in which each is stored.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        on_tensor: called with the bytes of each that is written.
+        reader: reader of the weights.
+        target: folder of the new checkpoint.
+        dtype: dtype of the floating-point ones; None keeps the stored one of each.
+        max_shard_bytes: largest size of a file, unless a single tensor is larger.
+        on_tensor: called with the bytes of each tensor that is written.
     """
     source, parts = reader.manifest, []
     entries = {key: entry for key, entry in source.tensors.items() if key.startswith("model/")}
@@ -52,22 +54,22 @@ def to_colossus(
             file = f"weights-{number:05d}.safetensors"
             wanted = {key: entries[key] for key in keys}
             boxes = [
-                TensorBox.whole(key, torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta"))
-                for key, each in wanted.items()
+                TensorBox.whole(key, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
+                for key, entry in wanted.items()
             ]
             part = write_boxes(folder / file, boxes, _read_cast(reader, wanted, on_tensor))
             parts.append(part | {"values": {}, "aliases": source.aliases})
         plan = {"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1}
-        beside = read_assets(reader.folder, source.config).files
-        write_assets(beside, folder)
-        manifest = merge(parts, About(source.step, plan, source.config, source.tokenizer, beside))
+        assets = read_assets(reader.folder, source.config).files
+        write_assets(assets, folder)
+        manifest = merge(parts, About(source.step, plan, source.config, source.tokenizer, assets))
         write_flushed(folder / MANIFEST, manifest.to_bytes())
 
 
 def _read_cast(
     reader: CheckpointReader, wanted: dict[str, TensorEntry], on_tensor: Callable[[int], None]
 ) -> Iterator[Tensor]:
-    """Whole parameters and buffers one after the other, each in its dtype; no more than one is held."""
+    """Yield whole parameters and buffers one after the other, each in its dtype, with no more than one in memory."""
     for key, entry in wanted.items():
         out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         reader.read_box(key, tuple((0, size) for size in entry.shape), out)
@@ -78,23 +80,25 @@ def _read_cast(
 
 
 def require_finite(cast: Tensor, name: str, original: Tensor | Callable[[], Tensor]) -> None:
-    """That a cast has made infinity of no number.
+    """Raise `CheckpointError` if a cast has turned a number into infinity.
 
     Args:
-        original: what was cast; a function of it is asked only where something is not finite.
+        cast: the tensor after the cast.
+        name: its name, for the message.
+        original: the tensor before the cast, or a function that returns it and is called only if it is needed.
     """
     if not cast.dtype.is_floating_point or cast.isfinite().all():
         return
     before = original if isinstance(original, Tensor) else original()
     if (before.isfinite() & ~cast.isfinite()).any():
         raise CheckpointError(
-            f"{name}: has numbers above {torch.finfo(cast.dtype).max:g}, where {dtype_name(cast.dtype)} ends: they "
-            f"would be infinity; take bf16 (--dtype bf16, dtype=torch.bfloat16), or the dtype in which it is stored"
+            f"{name}: has numbers above {torch.finfo(cast.dtype).max:g}, the largest of {dtype_name(cast.dtype)}: they "
+            f"would be infinity; use bf16 (--dtype bf16, dtype=torch.bfloat16), or the dtype in which it is stored"
         )
 
 
 def split_into_shards(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """The items in their order, a new shard begun where one would grow beyond ``most``; a larger item is one alone."""
+    """Return the items in their order, in shards of at most ``most`` bytes; a larger item has its own shard."""
     shards: list[list[T]] = []
     filled = 0
     for item in items:

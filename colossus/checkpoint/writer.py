@@ -1,7 +1,7 @@
-"""Writing checkpoints: every rank its part, in parallel; the manifest and the name last.
+"""The writer of checkpoints: every rank writes its part, in parallel; the manifest and the name come last.
 
-Which rank writes what follows from layouts. A thread writes while training goes on; what ranks have written they tell
-rank 0 in a gloo group apart from those of training, in which the death of a rank is known at once.
+Layouts decide which rank writes what. A thread writes while training continues. Ranks report what they have written to
+rank 0 in a gloo group of its own, in which the death of a rank is known at once.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from colossus.context.parallel_context import ParallelContext
 __all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
 
 T = TypeVar("T")
-#: what this rank adds to a checkpoint, what of it it writes, and where the numbers of these are
+#: state that this rank adds to a checkpoint, the boxes that it writes, and copies of their tensors
 _Snapshot = tuple[RankState, Sequence[TensorBox], Sequence[Tensor]]
 
 log = logging.getLogger("colossus.checkpoint")
 
-#: from the end of one rank's writing to that of the last: after it the save fails
+#: longest time from the end of one rank's writing to that of the last, after which the save fails
 _TIMEOUT = timedelta(minutes=30)
-#: seconds between two signs that a rank which waits for others is not stuck
+#: seconds between two signs of life of a rank that waits for others
 _SIGN_EVERY = 1.0
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """How a save ended.
+    """The result of a save.
 
     Attributes:
-        path: of the checkpoint.
+        path: folder of the checkpoint.
         step: optimizer steps done.
-        num_bytes: of all ranks' files.
-        stall_seconds: that this rank's training waited.
-        seconds: from the call to the complete checkpoint.
+        num_bytes: bytes of all ranks' files.
+        stall_seconds: time that this rank's training waited.
+        seconds: time from the call to the complete checkpoint.
     """
 
     path: Path
@@ -74,28 +74,28 @@ class Save:
         self._stall_seconds, self._seconds, self._num_bytes = 0.0, 0.0, 0
         self._error: Exception | None = None
         self._done = threading.Event()
-        #: its part is written: from then on it waits for the others, and is not stuck
+        #: whether the rank's part is written, so that it waits for others and is not stuck
         self._has_written = False
-        self._is_told = False
+        self._is_reported = False
 
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
 
     def wait(self) -> SavedCheckpoint:
-        """Wait for its end.
+        """Wait for the end of the save, and return its result.
 
         Raises:
-            CheckpointError: on all ranks, when it failed on any: which one, and why.
+            CheckpointError: on all ranks, if it failed on any: which one, and why.
         """
         self.wait_until_done()
-        self._is_told = True
+        self._is_reported = True
         if self._error is not None:
             raise self._error
         return SavedCheckpoint(self._path, self._step, self._num_bytes, self._stall_seconds, self._seconds)
 
     def wait_until_done(self, seconds: float = math.inf) -> None:
-        """Wait for its end, well or not, at most so long."""
+        """Wait for the end of the save, whether it fails or not, for at most this time."""
         deadline = time.monotonic() + seconds
         while not self._done.wait(min(_SIGN_EVERY, seconds)) and time.monotonic() < deadline:
             if self._has_written:
@@ -107,10 +107,10 @@ class CheckpointWriter:
 
     Args:
         root: the folder of checkpoints, which all ranks see.
+        context: this rank's context.
         keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
-        on_block: called, from any thread, whenever something was written, or while others are waited for: the save is
-            not stuck.
-        label: of the group in which ranks tell each other how their writing ended.
+        on_block: called from any thread after each block, and while the rank waits for others: a sign of life.
+        label: name of the group in which ranks report how their writing ended.
     """
 
     def __init__(
@@ -126,19 +126,21 @@ class CheckpointWriter:
         self.root, self._context, self._on_block = folder.absolute(root), context, on_block
         self._keep = keep_last, keep_every
         self._group = context.background_group(label, _TIMEOUT)
-        #: in the names of what this run has not completed
+        #: part of the names of folders that this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], self._group, 0)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None
 
     def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
-        """Start to save what all ranks hold; every rank calls. Waits for the end of the save before.
+        """Start to save the state of all ranks; waits for the end of the save before. Collective.
 
         Args:
-            collect: gives what this rank holds. What it raises fails the save on all ranks.
-            background: return once the tensors are copied; else the save is done, well or not. The process does not
-                end before the save has.
+            collect: returns this rank's state. If it raises, the save fails on all ranks.
+            about: what the manifest says of the run.
+            background: whether to return once the tensors are copied; else when the save has ended, well or not. The
+                process
+                does not end before the save has.
         """
         self.finish()
         save = self._last = Save(self.root / folder.name_of(about.step), about.step, self._on_block)
@@ -160,14 +162,14 @@ class CheckpointWriter:
         return save
 
     def finish(self) -> None:
-        """Wait for the end of the save under way; if it failed and nobody asked, rank 0 says so in the log."""
+        """Wait for the end of the save under way. If it failed and nobody has waited for it, rank 0 logs the error."""
         if self._last is not None:
             self._last.wait_until_done()
             self._log_failure(self._last)
             self._last = None
 
     def _log_failure(self, save: Save) -> None:
-        if save._error is not None and not save._is_told and self._context.is_logging_rank:
+        if save._error is not None and not save._is_reported and self._context.is_logging_rank:
             log.error("%s", save._error)
 
     def _run(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> None:
@@ -178,17 +180,17 @@ class CheckpointWriter:
             save._error.__cause__ = error
         save._seconds = time.perf_counter() - save._began
         save._done.set()
-        if not threading.main_thread().is_alive():  # nobody is there to ask
+        if not threading.main_thread().is_alive():  # nobody will wait for the save
             self._log_failure(save)
 
     def _write(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> int:
-        """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
+        """Write this rank's part; rank 0 completes the checkpoint. Return the bytes of all ranks."""
         mine = self._outcome(lambda: self._write_part(target, snapshot))
         save._has_written = True
         try:
             ended = self._end(target, about, mine)
-        except RuntimeError as error:  # of the process group
-            if self._context.rank == 0:  # who alone knows whether it has its name
+        except RuntimeError as error:  # the process group has failed
+            if self._context.rank == 0:  # the only rank that knows whether the checkpoint has its name
                 shutil.rmtree(target, ignore_errors=True)
             raise CheckpointError("a rank has ended, or cannot be reached any more") from error
         if isinstance(ended, str):
@@ -196,22 +198,22 @@ class CheckpointWriter:
         return ended
 
     def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
-        """Complete the checkpoint, or remove what there is of it: its bytes, or what went wrong, on all ranks."""
-        of_ranks = gather_object(mine, self._group)
-        ended = None if of_ranks is None else self._complete(target, about, of_ranks)
+        """Complete the checkpoint, or remove its files. Return its bytes, or what went wrong, on all ranks."""
+        parts = gather_object(mine, self._group)
+        ended = None if parts is None else self._complete(target, about, parts)
         ended = broadcast_object(ended, self._group, 0)
         assert ended is not None
         return ended
 
     def _outcome(self, work: Callable[[], T]) -> T | str:
-        """What work gives, or what went wrong and where, in words."""
+        """Return the result of some work, or what went wrong on which rank."""
         try:
             return work()
         except Exception as error:
             return f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"
 
     def _write_part(self, target: Path, snapshot: _Snapshot | Exception) -> dict[str, Any]:
-        """Write this rank's file, if it writes anything; what the manifest says of it."""
+        """Write this rank's file, if it writes anything; return its part of the manifest."""
         if isinstance(snapshot, Exception):
             raise snapshot
         state, written, tensors = snapshot
@@ -227,20 +229,20 @@ class CheckpointWriter:
         make_folder(self.root)
         target.mkdir(exist_ok=True)
         if self._context.rank == 0:
-            folder.remove_left_over(self.root, target)  # its room is needed
+            folder.remove_left_over(self.root, target)  # the save needs their room
 
-    def _complete(self, target: Path, about: About, of_ranks: Sequence[dict[str, Any] | str]) -> int | str:
-        """On rank 0: the bytes of the checkpoint, or what went wrong; one that is not complete is removed."""
-        ended: int | str | None = problem_among(of_ranks)
+    def _complete(self, target: Path, about: About, outcomes: Sequence[dict[str, Any] | str]) -> int | str:
+        """Complete the checkpoint on rank 0, or remove its files. Return its bytes, or what went wrong."""
+        ended: int | str | None = problem_among(outcomes)
         if ended is None:
-            parts = [each for each in of_ranks if not isinstance(each, str)]
+            parts = [part for part in outcomes if not isinstance(part, str)]
             ended = self._outcome(lambda: self._put_in_place(target, about, parts))
         if isinstance(ended, str):
             shutil.rmtree(target, ignore_errors=True)
         return ended
 
     def _put_in_place(self, target: Path, about: About, parts: Sequence[dict[str, Any]]) -> int:
-        """Write the manifest, give the checkpoint its name, remove old ones."""
+        """Write the manifest, give the checkpoint its name, remove old ones. Return its bytes."""
         manifest = merge(parts, about)
         for name, data in about.files.items():
             write_flushed(target / name, data)
@@ -260,9 +262,9 @@ class CheckpointWriter:
         return manifest.num_bytes
 
 
-def problem_among(of_ranks: Sequence[Any]) -> str | None:
-    """What went wrong on the first rank that says so in words, and how many others do; None where none does."""
-    problems = [each for each in of_ranks if isinstance(each, str)]
+def problem_among(outcomes: Sequence[Any]) -> str | None:
+    """Return what went wrong on the first rank that failed, and how many others failed; None if none did."""
+    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not problems:
         return None
     return problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
@@ -271,10 +273,10 @@ def problem_among(of_ranks: Sequence[Any]) -> str | None:
 def write_boxes(
     path: Path, boxes: Sequence[TensorBox], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Write and flush a file of these boxes, whose numbers ``tensors`` gives one after the other.
+    """Write and flush a file of these boxes; ``tensors`` yields their values one after the other.
 
     Returns:
-        What the manifest says of it.
+        The file's part of the manifest.
     """
     times = Counter(box.key for box in boxes)
     names = [box.key if times[box.key] == 1 else f"{box.key}[{box.box[0][0]}:{box.box[0][1]}]" for box in boxes]

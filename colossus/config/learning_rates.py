@@ -1,5 +1,6 @@
 """The learning rate as a function of the step, from ``lr_schedule``: warm-up, and behind it a shape. No torch but for
-a scheduler of torch's."""
+a scheduler of torch's.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ class _Known(LRSchedule):
 
 def learning_rate_problems(config: Config) -> list[str]:
     """What is wrong with the options of ``lr_schedule``, or with what it gives for the first steps behind the warm-up,
-    those in the middle, and the last."""
+    those in the middle, and the last.
+    """
     schedule, shape = config.lr_schedule, _component(config.lr_schedule)
     is_ours = str(getattr(shape, "__module__", "")).startswith("colossus.")
     if is_ours:

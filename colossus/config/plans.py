@@ -1,5 +1,6 @@
 """Whether a plan fits: its names against the registries, its sizes against processes, model and batch, and the nearest
-plans that do. No torch."""
+plans that do. No torch.
+"""
 
 from __future__ import annotations
 

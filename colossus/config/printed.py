@@ -1,5 +1,6 @@
 """What ``colossus config`` prints: a config as plain data and as a config file, and what each key means, read off the
-schema."""
+schema.
+"""
 
 from __future__ import annotations
 

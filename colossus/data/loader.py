@@ -29,7 +29,8 @@ _EFFECTS = {
 
 class DeviceCopy:
     """Puts batches on one device. On CUDA they are copied on a stream of their own while the step before still runs:
-    neither the host nor that step waits for the copy."""
+    neither the host nor that step waits for the copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -63,7 +63,8 @@ def differing(marks: Sequence[Marks]) -> list[str]:
 
 def repeating(read: Callable[[], Marks]) -> set[str] | None:
     """Return the leaves that are the same when samples are read twice: nothing at random is in them. None where they
-    cannot be read."""
+    cannot be read.
+    """
     try:
         first, second = read(), read()
     except Exception:  # of the user's own code: what it reads cannot be compared

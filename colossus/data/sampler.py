@@ -69,7 +69,8 @@ class BatchShard:
 
     def span(self, size: int) -> tuple[int, int]:
         """From and up to which sample this data rank has a global batch of this size; of a smaller last one some data
-        ranks may have a sample less, or none."""
+        ranks may have a sample less, or none.
+        """
         return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
 
     @property
@@ -80,7 +81,8 @@ class BatchShard:
 
 class SampleOrder:
     """Which samples of a dataset make up the batches of one data rank: from the endless sequence of all epochs in
-    training, from first to last in validation. Many steps are computed at once, because few take as long."""
+    training, from first to last in validation. Many steps are computed at once, because few take as long.
+    """
 
     _AT_ONCE = 4096
 
@@ -119,7 +121,8 @@ class SampleOrder:
 
     def seeds(self, step: int, span: tuple[int, int], indices: IndexArray) -> list[int]:
         """For each of these samples a 63-bit seed of the random numbers that are drawn while it is read: a function of
-        (seed, epoch, index)."""
+        (seed, epoch, index).
+        """
         epochs = (self.shard.sizes.before(step) + np.arange(*span)) // self.num_samples
         keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
         seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()

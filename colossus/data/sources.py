@@ -83,7 +83,8 @@ class Source(ABC):
 
 class MapSource(Source):
     """A dataset with ``__getitem__`` and ``__len__``, read in the order of `SampleOrder` (training) or from first to
-    last, of which the last batch may be smaller (validation)."""
+    last, of which the last batch may be smaller (validation).
+    """
 
     def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
         require_sendable({type(dataset).__name__: dataset, "data.collate_fn": options.collate_fn}, options)

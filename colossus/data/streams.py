@@ -160,7 +160,8 @@ class StreamSource(Source):
 
     def _end_workers(self) -> None:
         """End the workers that a DataLoader keeps (``persistent_workers``): generators and datasets in them are where
-        earlier passes have left them, and those of a resumed run are not."""
+        earlier passes have left them, and those of a resumed run are not.
+        """
         if isinstance(self._iterable, DataLoader) and self.stateful is None:
             self._iterable._iterator = None
 
@@ -256,7 +257,8 @@ def _total(reads: list[list[int]]) -> int:
 
 def _has_shuffle_buffer(stateful: Any) -> bool:
     """Return whether it is, or reads, a stream of Hugging Face's ``datasets`` that shuffles by a buffer: its state_dict
-    leaves out the samples in there."""
+    leaves out the samples in there.
+    """
     parts = [stateful, getattr(stateful, "dataset", None)]
     while parts:
         part = parts.pop()

@@ -1,5 +1,6 @@
 """How text becomes token ids: as bytes, or by a ``tokenizer.json`` of Hugging Face. Ids that were made once are kept on
-the disk."""
+the disk.
+"""
 
 from __future__ import annotations
 

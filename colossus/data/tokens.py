@@ -1,5 +1,6 @@
 """Next-token samples cut from one long array of token ids; text is such an array, and a file of ids, memory-mapped: a
-corpus larger than memory costs nothing to open."""
+corpus larger than memory costs nothing to open.
+"""
 
 from __future__ import annotations
 

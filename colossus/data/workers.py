@@ -142,7 +142,8 @@ def require_shared_memory(options: ReadingOptions, error: BaseException) -> None
 
 class _Workers(_MultiProcessingDataLoaderIter):
     """Sees within seconds that a worker has ended. torch looks once, when all its time is over, and hears of a signal
-    only where the worker is a child of this process, as one that ``forkserver`` starts is not."""
+    only where the worker is a child of this process, as one that ``forkserver`` starts is not.
+    """
 
     def __del__(self) -> None:
         if hasattr(self, "_workers"):  # torch's would raise where they could not be started
@@ -181,7 +182,8 @@ def _end_when_told() -> None:
 @contextmanager
 def _blocked_sigterm() -> Iterator[None]:
     """Processes that are started here, with an interpreter of their own, begin with SIGTERM blocked, and so do the
-    threads that their imports start: any thread that takes it ends the process."""
+    threads that their imports start: any thread that takes it ends the process.
+    """
     resource_tracker.ensure_running()  # which the first process started needs, and whose start unblocks it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

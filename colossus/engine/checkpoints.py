@@ -138,13 +138,13 @@ class Checkpoints(Saves):
                 return True, -1
             return found is not None, -1 if found is None else read_manifest(found).step
 
-        mine = on_all_ranks(self._world, look, tells_ranks=False)
+        mine = on_all_ranks(self._world, look, names_ranks=False)
         is_on_disk, step = broadcast_object(mine, self._world, 0)
         found = self._restore_from_memory(step, until, is_all=not is_on_disk)
         if found is None and is_on_disk:
             found = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
         if found is None and until is not None and self._config.every:
-            on_all_ranks(self._world, lambda: self._require_none_later(until) if is_first else None, tells_ranks=False)
+            on_all_ranks(self._world, lambda: self._require_none_later(until) if is_first else None, names_ranks=False)
         if self._memory is not None:
             self._memory.remove_later(self._run.completed_steps if found is not None else -1)
         return found
@@ -161,7 +161,8 @@ class Checkpoints(Saves):
 
     def _leave_branch(self, until: int) -> None:
         """What was saved later is of no use any more; batches are left out from here on. Then the run is saved: what
-        goes on from here does not see them either."""
+        goes on from here does not see them either.
+        """
         run, step = self._run, self._run.completed_steps
         if self._config.every and run.context.is_logging_rank:
             folder.remove_later(self.root, step)
@@ -286,7 +287,7 @@ class Checkpoints(Saves):
             self._saved_step = self._run.completed_steps if self.goes_on else None
             if self.goes_on and self._config.every and self._run.context.is_logging_rank:
                 # perhaps an older one: a run that is killed before its next save goes on with this branch
-                folder.go_on_from(found, self._config.keep_last)
+                folder.resume_from(found, self._config.keep_last)
         return found
 
     def _read_newest(
@@ -300,7 +301,7 @@ class Checkpoints(Saves):
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._run.context.is_logging_rank
         while True:
-            mine = on_all_ranks(self._world, lambda: find(damaged) if is_first else None, tells_ranks=False)
+            mine = on_all_ranks(self._world, lambda: find(damaged) if is_first else None, names_ranks=False)
             found = broadcast_object(mine, self._world, 0)
             if found is None:
                 return None

@@ -211,7 +211,8 @@ class BatchCheck:
 
 def fingerprint(batch: Any) -> int:
     """A number that two different nests of tensors hardly share: of all shapes and dtypes, and of some values of each
-    tensor on the CPU."""
+    tensor on the CPU.
+    """
     found = zlib.crc32(repr([(tuple(x.shape), x.dtype) for _, x in tensors(batch)]).encode())
     for values in _samples(batch):
         if values.device.type == "cpu":

@@ -297,7 +297,8 @@ class Engine:
     def close(self) -> None:
         """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
         something has failed; undo what the engine has made: hooks on its parameters, loader workers, links between
-        ranks, process groups."""
+        ranks, process groups.
+        """
         self._ended = "this engine is closed; make a new one"
         self.checkpoints.close()
         self.strategy.close()

@@ -71,7 +71,8 @@ class Hook:
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
         and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns. What it
-        raises fails the save. It may come before ``on_train_start`` where a run goes back (``train.on_spike``)."""
+        raises fails the save. It may come before ``on_train_start`` where a run goes back (``train.on_spike``).
+        """
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
@@ -99,7 +100,8 @@ class Hook:
         """What a checkpoint is to keep for each parameter as it is stored (``engine.store.parameters()``): tensors of
         its shape, others that are the same on all ranks, or plain values. Called on all ranks. It is saved by logical
         name, and so taken back under another plan. What is named ``average`` can be evaluated and exported in the place
-        of the parameters (``--weights``)."""
+        of the parameters (``--weights``).
+        """
         return {}
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:

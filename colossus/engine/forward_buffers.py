@@ -102,7 +102,8 @@ class ForwardBuffers:
 
     def sync(self) -> None:
         """Bring together what forwards have changed since the last time. Collective where that is something, and in the
-        first step."""
+        first step.
+        """
         if self._is_first_step:
             self._sync_changed_anywhere()
         else:

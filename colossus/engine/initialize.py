@@ -144,7 +144,8 @@ def make_engine(
 
 class WholeModel(NamedTuple):
     """What a rank knows of the model beyond its own part: its size, its routers (`routers_of`), and its groups of
-    parameters, where rules say so or tables have one."""
+    parameters, where rules say so or tables have one.
+    """
 
     num_parameters: int
     routers: dict[str, int]

@@ -210,7 +210,8 @@ def names_arguments(batch: Any) -> bool:
 
 def model_input(batch: Any) -> Any:
     """Return what the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself; of a dict
-    without "inputs" all but its labels, of which `ForwardCall` leaves those that the model takes."""
+    without "inputs" all but its labels, of which `ForwardCall` leaves those that the model takes.
+    """
     if names_arguments(batch):
         return {key: value for key, value in batch.items() if key != LABELS}
     if isinstance(batch, Mapping):

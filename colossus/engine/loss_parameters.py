@@ -83,7 +83,8 @@ class FirstLoss:
     @contextmanager
     def _with_a_parameter(self) -> Iterator[None]:
         """Give a model of which this rank has no parameters one that stands for those of other stages: who reads all
-        of its parameters reads that."""
+        of its parameters reads that.
+        """
         if not self._is_partitioned or next(self._model.parameters(), None) is not None:
             yield
             return

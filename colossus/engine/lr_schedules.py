@@ -60,7 +60,8 @@ def wsd(
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear",
 ) -> float:
     """Warm-up, stable, decay (2404.06395): the learning rate stays, and falls to ``min_ratio`` in the last ``decay``
-    steps, by 1 less the root of the part that is done in the shape ``1-sqrt`` (2405.18392, section 4)."""
+    steps, by 1 less the root of the part that is done in the shape ``1-sqrt`` (2405.18392, section 4).
+    """
     length = _in_steps(decay, schedule_steps)
     if warmup_steps + length > schedule_steps:
         raise ValueError(
@@ -115,7 +116,8 @@ def cosine_restarts(
     mult: Count = 1,
 ) -> float:
     """Half a cosine, again and again (SGDR, 1608.03983): ``cycles`` fill the steps behind the warm-up, each ``mult``
-    times as long as the one before."""
+    times as long as the one before.
+    """
     # in units of which a cycle has a whole number: a fraction that is rounded would end a cycle a step late
     steps = max(1, schedule_steps - warmup_steps)
     left, length = (step - warmup_steps) * sum(mult**cycle for cycle in range(cycles)), steps

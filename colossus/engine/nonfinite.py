@@ -1,5 +1,6 @@
 """Steps that change nothing, on all ranks alike: gradients that are not finite, which may raise, too; no label that
-counts. fp16's loss scale follows."""
+counts. fp16's loss scale follows.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ class GradientWatch:
 
     def _skip_or_raise(self, numbers: _Numbers) -> None:
         """All ranks know that the gradients of a step were not finite: report it, or note what is to be raised.
-        Collective over them."""
+        Collective over them.
+        """
         step, most, scale = numbers.step, self._train.max_skips, numbers.loss_scale
         norms = [] if numbers.norms is None else numbers.norms.tolist()
         bad = [

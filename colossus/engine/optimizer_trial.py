@@ -93,7 +93,8 @@ def _gaps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[float]:
 
 def _stepped(optimizer: torch.optim.Optimizer, param: nn.Parameter, start: Tensor, gradients: Tensor) -> Tensor:
     """``start`` after a step with each of the gradients, by a copy of the optimizer that has it in the place of
-    ``param``, and nothing else."""
+    ``param``, and nothing else.
+    """
     tried = nn.Parameter(start.clone())
     held = [param for group in optimizer.param_groups for param in group["params"]]
     #: id of what is copied -> what stands for it in the copy

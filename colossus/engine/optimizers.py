@@ -60,7 +60,8 @@ def torch_optimizer(name: str, params: Iterable[Any], **options: Any) -> Any:
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Give parameters whose first gradient has come momentum of zeros: SGD's fused kernel takes that of all or of none.
-    What it then is, without dampening, is the gradient, as in torch's other ones."""
+    What it then is, without dampening, is the gradient, as in torch's other ones.
+    """
     for group in optimizer.param_groups:
         if group["momentum"] and group["fused"] and not group["dampening"]:
             for param in group["params"]:

@@ -137,7 +137,8 @@ class StepResult:
     def experts(self) -> dict[str, dict[str, Any]]:
         """Of each router by name: ``tokens`` of each expert, the largest over their mean (``max_over_mean``), choices
         ``dropped``; means over tokens of the ``entropy`` of scores (in nats), and of the auxiliary losses, which are
-        not in ``loss``."""
+        not in ``loss``.
+        """
         self.wait()
         if self._routing is None or self._reading is None:
             return {}
@@ -183,7 +184,8 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether gradients were not finite, or no label counted, and the step changed neither parameters nor the
-        optimizer's state."""
+        optimizer's state.
+        """
         return bool(self.wait()["skipped"])
 
     @property

@@ -100,7 +100,7 @@ def save(
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
-        on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
+        on_all_ranks(world, lambda: require_new(target) if is_writer else None, names_ranks=False)
         if has_adapters(engine.model):
             adapted, order = plan_adapters(engine.model, context, known, merge=merge, dtype=dtype)
         else:
@@ -122,7 +122,7 @@ def save(
                 for _ in parts:  # ranks gather together to the end, also where writing has failed
                     pass
 
-        on_all_ranks(world, write, tells_ranks=False)
+        on_all_ranks(world, write, names_ranks=False)
     return target
 
 

@@ -64,7 +64,7 @@ def plan_adapters(
     folder = on_all_ranks(
         world,
         lambda: PeftFolder(model, known, trained, merge, dtype) if context.is_logging_rank else None,
-        tells_ranks=False,
+        names_ranks=False,
     )
     return folder, broadcast_object([] if folder is None else folder.names, world, 0)
 

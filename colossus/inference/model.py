@@ -27,7 +27,7 @@ from colossus.layout.split_parameter import as_shards
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.pipeline import PipelineRuntime
-from colossus.state.parameters import known_weights, load_matched, parameter_boxes, require_same_model
+from colossus.state.parameters import load_matched, model_weights, parameter_boxes, require_same_model
 
 
 class TextModel:
@@ -185,7 +185,7 @@ def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> 
     with as_shards(), on_all_ranks(world, lambda: open_weights(source.folder, source.average)) as reader:
         reader.verify(world)
         boxes = parameter_boxes(module, context, (), replicas_differ=False)
-        match = require_same_model(reader, known_weights(module, context))
+        match = require_same_model(reader, model_weights(module, context))
         on_all_ranks(world, lambda: load_matched(reader, match, module, boxes, None))
 
 

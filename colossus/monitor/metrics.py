@@ -102,7 +102,8 @@ class StepTimer:
 
 def peak_memory(device: torch.device) -> tuple[int, int | None]:
     """The most bytes of this process so far: of tensors on its GPU, and what torch's allocator had taken for them (far
-    above the former it is fragmentation); on the CPU the resident memory, and None. Nothing is waited for."""
+    above the former it is fragmentation); on the CPU the resident memory, and None. Nothing is waited for.
+    """
     if device.type != "cuda":
         return peak_resident_bytes(), None
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # read once, for both

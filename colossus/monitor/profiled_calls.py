@@ -38,7 +38,8 @@ _ACTIONS = {
 
 def over(axes: str) -> str:
     """The part of a step that is spent in communication over these axes. Where ranks of several stages meet, what is
-    sent is little, and they wait for the last of them."""
+    sent is little, and they wait for the last of them.
+    """
     return PIPELINE_IDLE if "pipeline" in axes.split("x") else f"over {axes}"
 
 

@@ -1,5 +1,6 @@
 """Named regions of a step on one rank: each interval of time belongs to the innermost, so that the parts of a step add
-up to the step."""
+up to the step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class HostClock:
 
 class DeviceClock:
     """Seconds of an accelerator's current stream, by events in it: when the device gets to a region, not when the host
-    does. A stream that waits for a collective, or has nothing to do, waits in the region that the host had come to."""
+    does. A stream that waits for a collective, or has nothing to do, waits in the region that the host had come to.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
@@ -86,7 +88,8 @@ class Regions:
     @contextmanager
     def region(self, name: str, part: str) -> Iterator[None]:
         """Around some work, under its name for torch.profiler, where it runs; a region inside of one of the same name
-        is none."""
+        is none.
+        """
         outer_name, outer_part = self._open[-1] if self._open else ("", REST)
         if outer_name == name or not self._counts_thread():
             yield

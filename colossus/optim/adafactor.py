@@ -17,18 +17,21 @@ from colossus.optim.torch_classes import groups_of
 class Adafactor(torch.optim.Optimizer):
     """torch.optim.Adafactor of whole parameters under every plan.
 
-    Means over rows and over columns are sums of what ranks hold: a step has two all-reduces for all parameters, the
-    first of some rows + columns numbers for each matrix, the second of one number. The factors are whole on every rank;
-    the second moment of what has one dim is kept in parts. Query, key, value and the matrices of experts are each taken
-    by themselves.
+    Means over rows and over columns are sums over ranks. A step has two all-reduces for all parameters: the first of
+    some
+    rows + columns numbers for each matrix, the second of one number. The factors are whole on every rank; the second
+    moment
+    of a parameter with one dim is split as the parameter is. Query, key, value and the matrices of experts are factored
+    one
+    by one.
 
     Args:
         params: stored parameters, or groups of them.
-        holders: the ranks that hold them.
-        lr, beta2_decay, eps, d, weight_decay: as of `torch.optim.Adafactor`.
+        holders: the ranks that store them.
+        lr, beta2_decay, eps, d, weight_decay: those of `torch.optim.Adafactor`.
 
     Attributes:
-        tensor_state: what belongs to a logical tensor and not to a rank's part: the factors.
+        tensor_state: state of each logical tensor that is not split: its factors.
     """
 
     def __init__(
@@ -41,33 +44,33 @@ class Adafactor(torch.optim.Optimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        given = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
-        super().__init__(groups_of(params), given)
-        self._held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
-        self._sums = Sums([tensor for _, tensor in self._held], holders)
+        defaults = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
+        super().__init__(groups_of(params), defaults)
+        self._entries = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
+        self._sums = Sums([tensor for _, tensor in self._entries], holders)
         self._holders = holders
         self.tensor_state: dict[str, dict[str, Any]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold parts of them."""
-        held = self._held
-        weights = [tensor.local(tensor.parameter.detach()) for _, tensor in held]
+        """Step all parameters that have a gradient. Collective over the ranks that store parts of them."""
+        entries = self._entries
+        weights = [tensor.local(tensor.parameter.detach()) for _, tensor in entries]
         grads = [
             tensor.local(tensor.parameter if tensor.parameter.grad is None else tensor.parameter.grad)
-            for _, tensor in held
+            for _, tensor in entries
         ]
-        for param in {tensor.parameter for _, tensor in held if tensor.parameter.grad is not None}:
+        for param in {tensor.parameter for _, tensor in entries if tensor.parameter.grad is not None}:
             state = self.state[param]
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         squares, means = self._first_sums(weights, grads)
         updates = [
-            self._update(group, tensor, grad, *means_of)
-            for (group, tensor), grad, means_of in zip(held, grads, means, strict=True)
+            self._update(group, tensor, grad, *tensor_means)
+            for (group, tensor), grad, tensor_means in zip(entries, grads, means, strict=True)
         ]
         update_squares = self._sums.over_ranks(self._sums.squares(updates)).tolist()
-        for (group, tensor), weight, update, square, of_update in zip(
-            held, weights, updates, squares.tolist(), update_squares, strict=True
+        for (group, tensor), weight, update, square, update_square in zip(
+            entries, weights, updates, squares.tolist(), update_squares, strict=True
         ):
             if tensor.parameter.grad is None:
                 continue
@@ -75,12 +78,12 @@ class Adafactor(torch.optim.Optimizer):
             alpha = max(group["eps"][1], math.sqrt(square / tensor.numel)) * min(lr, 1 / math.sqrt(step))
             if group["weight_decay"]:
                 weight.mul_(1 - lr * group["weight_decay"])
-            weight.add_(update, alpha=-alpha / max(1.0, math.sqrt(of_update / tensor.numel) / group["d"]))
+            weight.add_(update, alpha=-alpha / max(1.0, math.sqrt(update_square / tensor.numel) / group["d"]))
 
     def _first_sums(self, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
-        """Squares of whole weights, [tensors]; of the gradients of what has rows the means over rows and columns."""
+        """Return squares of whole weights, [tensors], and the means of matrices' gradients over rows and columns."""
         flat = [self._sums.squares(weights)]
-        for number, ((_, tensor), grad) in enumerate(zip(self._held, grads, strict=True)):
+        for number, ((_, tensor), grad) in enumerate(zip(self._entries, grads, strict=True)):
             counts = self._sums.counts[number].to(grad.device)
             for dim in _dims(tensor):
                 whole = grad.new_zeros(_factor_shape(tensor, dim))
@@ -93,25 +96,25 @@ class Adafactor(torch.optim.Optimizer):
                 (next(factors) / tensor.shape[dim]).view(_factor_shape(tensor, dim)).to(tensor.parameter)
                 for dim in _dims(tensor)
             ]
-            for _, tensor in self._held
+            for _, tensor in self._entries
         ]
         return squares, means
 
     def _update(self, group: dict[str, Any], tensor: LogicalTensor, grad: Tensor, *means: Tensor) -> Tensor:
-        """This rank's part of the gradient over the root of its estimated second moment."""
+        """Return this rank's part of the gradient divided by the root of its estimated second moment."""
         param = tensor.parameter
         if param.grad is None:
             return grad.new_empty(0)
         state, weight = self.state[param], float(self.state[param]["step"]) ** group["beta2_decay"]
         eps = torch.finfo(param.dtype).eps if group["eps"][0] is None else group["eps"][0]
         if means:
-            of_tensor = self.tensor_state.setdefault(tensor.name, {})
+            factors = self.tensor_state.setdefault(tensor.name, {})
             for entry, mean in zip(("row_var", "col_var"), means, strict=True):
-                of_tensor.setdefault(entry, torch.zeros_like(mean)).lerp_(mean, weight)
-            rows, columns = of_tensor["row_var"], of_tensor["col_var"]
+                factors.setdefault(entry, torch.zeros_like(mean)).lerp_(mean, weight)
+            rows, columns = factors["row_var"], factors["col_var"]
             scale = rows.mean(dim=-2, keepdim=True).clamp_(min=eps)
-            of_scale = tuple(slice(start, stop) for start, stop in tensor.own[:-2])
-            variance = rows[_slices(tensor.own, -1)] @ columns[_slices(tensor.own, -2)] / scale[of_scale]
+            scale_slices = tuple(slice(start, stop) for start, stop in tensor.own[:-2])
+            variance = rows[_slices(tensor.own, -1)] @ columns[_slices(tensor.own, -2)] / scale[scale_slices]
         else:
             if "variance" not in state:
                 state["variance"] = torch.zeros_like(param)
@@ -120,22 +123,22 @@ class Adafactor(torch.optim.Optimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def held_tensors(self) -> list[tuple[LogicalTensor, bool]]:
-        """The tensors that have factors, and whether this rank is the one that saves them."""
+    def state_tensors(self) -> list[tuple[LogicalTensor, bool]]:
+        """Return the tensors that have factors, and whether this rank saves them."""
         first = self._holders.group.index == 0
-        return [(tensor, first) for _, tensor in self._held if len(tensor.shape) > 1]
+        return [(tensor, first) for _, tensor in self._entries if len(tensor.shape) > 1]
 
     def load_tensor_state(self, state: dict[str, dict[str, Any]]) -> None:
         self.tensor_state = state
 
 
 def _dims(tensor: LogicalTensor) -> tuple[int, ...]:
-    """Over which there are means: none of what has no rows."""
+    """Return the dims over which a tensor has means: none if it has no rows."""
     return (-1, -2) if len(tensor.shape) > 1 else ()
 
 
 def _factor_shape(tensor: LogicalTensor, dim: int) -> list[int]:
-    """Of means over a dim: the full shape with that as 1."""
+    """Return the shape of means over a dim: the full shape with 1 in that dim."""
     shape = list(tensor.shape)
     shape[dim] = 1
     return shape

@@ -1,5 +1,7 @@
-"""The tensors that an optimizer treats as one, and who holds which part: logical parameters, and of a stack of matrices
-(experts) each."""
+"""The tensors that an optimizer treats as one, and the ranks that store their parts.
+
+They are logical parameters; of a stack of matrices (experts), each matrix is one.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ class LogicalTensor:
     """A logical parameter, or one matrix of a stack, and where its parts are.
 
     Attributes:
-        name: full logical name (``blocks.0.attention.query.weight``); of a stack with a number (``experts.up[3]``).
+        name: full logical name (``blocks.0.attention.query.weight``), with a number in a stack (``experts.up[3]``).
         shape: full shape.
         parameter: the stored parameter that has this rank's part in it.
-        layout: of the logical parameter.
-        boxes: what each rank of the group holds: (start, stop) of every dim; may be empty.
-        rows: of the parameter's dim 0, those of the logical parameter.
-        number: of the matrix among those of the stack that this rank holds; None where there is no stack.
+        layout: layout of the logical parameter.
+        boxes: box of each rank of the group: (start, stop) of every dim; may be empty.
+        rows: rows of the logical parameter in dim 0 of the stored one.
+        number: index of the matrix in this rank's part of the stack; None where there is no stack.
         own: this rank's box.
     """
 
@@ -46,7 +48,7 @@ class LogicalTensor:
         return math.prod(self.shape)
 
     def local(self, buffer: Tensor) -> Tensor:
-        """This rank's part, a view: of the parameter, or of a buffer of its shape (its gradient, its momentum)."""
+        """Return a view of this rank's part: of the parameter, or of a buffer of its shape (gradient, momentum)."""
         if not self.shape:
             return buffer
         part = buffer[self.rows[0] : self.rows[1]]
@@ -60,13 +62,15 @@ class LogicalTensor:
 
 
 class Holders:
-    """The ranks that hold the parameters of an optimizer and have the same sums of gradients.
+    """The ranks that store the parameters of an optimizer and have the same sums of gradients.
 
     Args:
-        axes: along which these ranks lie; stages of a pipeline hold other parameters.
+        context: this rank's context.
+        axes: axes along which these ranks lie; stages of a pipeline store other parameters.
         tables: ids of the stored parameters whose rows stand for tokens or classes: of embeddings and output layers.
-        sparse: ids of those with sparse gradients, which have rules of their own (``optimizer.tables``): they are not
-            among the tensors.
+        sparse: ids of those with sparse gradients. They have rules of their own (``optimizer.tables``) and are not
+            among
+            the tensors.
 
     Attributes:
         group: those ranks, in an order that is the same on all.
@@ -86,43 +90,47 @@ class Holders:
         self.coordinates = [context.grid.coordinates(rank) for rank in self.group.ranks]
 
     def tensors(self, params: Iterable[nn.Parameter]) -> list[LogicalTensor]:
-        """Of stored parameters, in their order: the same list on all ranks of the group."""
+        """Return the tensors of stored parameters, in their order: the same list on all ranks of the group."""
         return [tensor for param in params if id(param) not in self.sparse for tensor in self._tensors_of(param)]
 
     def _tensors_of(self, param: nn.Parameter) -> list[LogicalTensor]:
         spec, sizes = spec_of(param), self.context.grid.sizes
-        found = []
+        tensors = []
         for shard in spec.shards:
             name = logical_name(spec.name, shard.name)
             boxes = [spec.layout.box(shard.shape, sizes, at) for at in self.coordinates]
             own = boxes[self.group.index]
             if not spec.is_stack:
-                found.append(LogicalTensor(name, shard.shape, param, spec.layout, tuple(boxes), shard.rows, None, own))
+                tensors.append(
+                    LogicalTensor(name, shard.shape, param, spec.layout, tuple(boxes), shard.rows, None, own)
+                )
                 continue
             for number in range(shard.shape[0]):
-                of_ranks = tuple(_within(box, number) for box in boxes)
-                found.append(
+                boxes_within = tuple(_within(box, number) for box in boxes)
+                tensors.append(
                     LogicalTensor(
-                        f"{name}[{number}]", shard.shape[1:], param, spec.layout, of_ranks, shard.rows,
-                        number - own[0][0], of_ranks[self.group.index],
+                        f"{name}[{number}]", shard.shape[1:], param, spec.layout, boxes_within, shard.rows,
+                        number - own[0][0], boxes_within[self.group.index],
                     )
                 )  # fmt: skip
-        return found
+        return tensors
 
     def same_copy(self, tensor: LogicalTensor, index: int) -> list[int]:
-        """The ranks of the group that hold a whole copy of the tensor between them, each one part: those that differ
-        from rank ``index`` along the axes alone that cut it."""
+        """Return the ranks of the group whose parts make up the copy of a tensor that rank ``index`` has a part of.
+
+        They differ from that rank only along the axes that split the tensor.
+        """
         at = self.coordinates[index]
         fixed = [axis for axis in self.axes if axis not in tensor.layout.shard_axes]
         return [
             other
-            for other, theirs in enumerate(self.coordinates)
-            if all(theirs[axis] == at[axis] for axis in fixed) and box_numel(tensor.boxes[other])
+            for other, coordinates in enumerate(self.coordinates)
+            if all(coordinates[axis] == at[axis] for axis in fixed) and box_numel(tensor.boxes[other])
         ]
 
 
 def _within(box: Box, number: int) -> Box:
-    """What a rank with this box of a stack holds of one of its matrices."""
+    """Return a rank's box of one matrix of a stack, from its box of the stack."""
     (start, stop), *rest = box
     return tuple(rest) if start <= number < stop else tuple((0, 0) for _ in rest)
 
@@ -132,27 +140,30 @@ def box_numel(box: Box) -> int:
 
 
 class Sums:
-    """Sums over logical tensors whose parts are on several ranks: each element counted once, one all-reduce for all."""
+    """Sums over logical tensors whose parts are on several ranks.
+
+    Each element is counted once; one all-reduce serves all tensors.
+    """
 
     def __init__(self, tensors: Sequence[LogicalTensor], holders: Holders) -> None:
         sizes = holders.context.grid.sizes
         cut = {axis for tensor in tensors for axis in tensor.layout.shard_axes if sizes[axis] > 1}
         axes = tuple(axis for axis in holders.axes if axis in cut)
         self.group, at = holders.context.group(axes), holders.context.coordinates
-        #: 1 where this rank is the first of those with its part, else 0: [tensors]
+        #: 1 where this rank is the first that has its part, else 0: [tensors]
         self.counts = torch.tensor(
             [float(tensor.layout.owns(at, axes)) for tensor in tensors],
             dtype=torch.float64, device=holders.context.device,
         )  # fmt: skip
 
     def squares(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of this rank's part of each tensor the squares, added up, where it counts them: float64 [tensors]."""
+        """Return this rank's sum of squares of each tensor, float64 [tensors]: 0 where another rank counts the part."""
         if not parts:
             return self.counts.new_zeros(0)
-        low = any(part.dtype.itemsize < 4 for part in parts)  # whose norms would be rounded, or overflow
+        low = any(part.dtype.itemsize < 4 for part in parts)  # their norms would be rounded, or overflow
         norms = torch._foreach_norm(list(parts), 2, torch.float32) if low else torch._foreach_norm(list(parts))
         return torch.stack([norm.double().to(self.counts.device) for norm in norms]).square() * self.counts
 
     def over_ranks(self, addends: Tensor) -> Tensor:
-        """The sum of a flat tensor, of which each rank has its addends, over the ranks that cut some tensor."""
+        """Return the sum of a flat tensor over the ranks that split some tensor."""
         return collectives.all_reduce(addends, self.group, owned=True).wait()

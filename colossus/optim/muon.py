@@ -20,12 +20,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def orthogonalise(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """U V^T of ``x`` = U S V^T, nearly: its singular values come into [0.7, 1.2]; torch.optim.Muon's iteration.
+    """Return nearly U V^T of ``x`` = U S V^T, by torch.optim.Muon's iteration: its singular values are in [0.7, 1.2].
 
     Args:
-        x: [rows, columns]; computed in its dtype.
+        x: [rows, columns]; the result is computed in its dtype.
         coefficients: (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x.
-        eps: below which the norm is not divided by.
+        steps: number of iterations.
+        eps: lower bound of the norm that ``x`` is divided by.
     """
     a, b, c = coefficients
     is_tall = x.shape[0] > x.shape[1]
@@ -38,13 +39,13 @@ def orthogonalise(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
 
 
 def flops(shape: Sequence[int], steps: int) -> float:
-    """Of `orthogonalise`: for each step x x^T, its square, and the product with x."""
+    """Return the FLOPs of `orthogonalise`: each step computes x x^T, its square, and the product with x."""
     short, long = sorted(shape)
     return steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def lr_ratio(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
-    """What the learning rate of a matrix [out, in] is multiplied by, as torch.optim.Muon has it."""
+    """Return the factor of the learning rate for a matrix [out, in], as torch.optim.Muon defines it."""
     rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -52,22 +53,26 @@ def lr_ratio(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon of whole matrices under every plan; AdamW of all else.
+    """Muon of whole matrices under every plan; AdamW for all other parameters.
 
-    Momentum is kept in the parts that ranks hold. What it gives travels, in ``dtype``, to the matrix's owner, one of
-    the ranks that hold it (`choose_owners` by `flops`), which makes it orthogonal and gives the parts back: over all
-    ranks as many bytes as `Exchange.bytes_sent` says, at most (1 + copies) elements for each of the matrix. One bucket
-    travels while another is computed.
+    Momentum is split as the parameters are. The momentum of a matrix, in ``dtype``, is sent to the owner of the matrix,
+    one
+    of the ranks that store parts of it (`choose_owners` by `flops`). The owner makes it orthogonal and sends the parts
+    back.
+    All ranks together send at most (1 + copies) elements for each of the matrix (`Exchange.bytes_sent`). One bucket is
+    sent
+    while another is computed.
 
     Matrices are the logical parameters of two dims (query, key and value are three) and each expert's, but for those of
-    embeddings and output layers. A group of parameters may say ``muon=True`` or ``False`` of its own.
+    embeddings and output layers. A group of parameters may set ``muon=True`` or ``False``.
 
     Args:
         params: stored parameters, or groups of them.
-        holders: the ranks that hold them.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as of `torch.optim.Muon`.
-        dtype: in which matrices travel and are made orthogonal: ``bf16``, as torch does, ``fp32``, ``fp64``.
-        adamw: options of AdamW for all else: ``lr`` (by default that above), ``betas``, ``eps``, ``weight_decay``.
+        holders: the ranks that store them.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: those of `torch.optim.Muon`.
+        dtype: dtype in which matrices are sent and made orthogonal: ``bf16``, as in torch, ``fp32``, ``fp64``.
+        adamw: options of AdamW for all other parameters: ``lr`` (by default that above), ``betas``, ``eps``,
+            ``weight_decay``.
     """
 
     def __init__(
@@ -94,43 +99,43 @@ class Muon(torch.optim.Optimizer):
             options = {key: value for key, value in group.items() if key not in ("params", "muon")}
             is_matrix = [_is_for_muon(param, group.get("muon"), holders) for param in group["params"]]
             members = list(zip(group["params"], is_matrix, strict=True))
-            matrices.append({**own, **options, "muon": True, "params": [param for param, it_is in members if it_is]})
-            others.append({**options, "muon": False, "params": [param for param, it_is in members if not it_is]})
-        #: of all that is no matrix; its groups and its state are this optimizer's
+            matrices.append({**own, **options, "muon": True, "params": [param for param, is_one in members if is_one]})
+            others.append({**options, "muon": False, "params": [param for param, is_one in members if not is_one]})
+        #: optimizer of all other parameters; its groups and its state are this optimizer's
         self.others = without_dynamo(torch.optim.AdamW)(others, **{"lr": lr, "fused": True, **(adamw or {})})
         super().__init__([*matrices, *self.others.param_groups], {})
         self.param_groups = [*matrices, *self.others.param_groups]
         self.others.state = self.state
-        held = [(group, tensor) for group in matrices for tensor in holders.tensors(group["params"])]
-        costs = [flops(tensor.shape, group["ns_steps"]) for group, tensor in held]
+        members_of_muon = [(group, tensor) for group in matrices for tensor in holders.tensors(group["params"])]
+        costs = [flops(tensor.shape, group["ns_steps"]) for group, tensor in members_of_muon]
         self._dtype, self._device = DTYPES[dtype], holders.context.device
-        #: with the groups of the tensors that each brings to their owners
+        #: each exchange, with the parameter groups of its tensors
         self._exchanges = [
-            (exchange, [held[k][0] for k in numbers])
+            (exchange, [members_of_muon[k][0] for k in numbers])
             for numbers, exchange in in_buckets(
-                [tensor for _, tensor in held], costs, holders, SLOT_BYTES // self._dtype.itemsize
+                [tensor for _, tensor in members_of_muon], costs, holders, SLOT_BYTES // self._dtype.itemsize
             )
         ]
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """How matrices come to their owners and their parts back, in the order in which a step does it."""
+        """The exchanges of matrices with their owners, in the order of a step."""
         return [exchange for exchange, _ in self._exchanges]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold them."""
+        """Step all parameters that have a gradient. Collective over the ranks that store them."""
         self._move_momenta()
-        coming = [self._start(*each) for each in self._exchanges[:1]]
+        coming = [self._start(*first) for first in self._exchanges[:1]]
         returning: list[Callable[[], None]] = []
         for number, (exchange, groups) in enumerate(self._exchanges):
             whole = coming.pop()()
-            if number + 1 < len(self._exchanges):  # travels while this one is computed
+            if number + 1 < len(self._exchanges):  # sent while this one is computed
                 coming.append(self._start(*self._exchanges[number + 1]))
             options = [groups[k] for k in exchange.owned]
             updates = [
-                orthogonalise(x, of["ns_coefficients"], of["ns_steps"], of["eps"])
-                for x, of in zip(whole, options, strict=True)
+                orthogonalise(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                for x, group in zip(whole, options, strict=True)
             ]
             if returning:
                 returning.pop()()
@@ -151,9 +156,10 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
 
     def _start(self, exchange: Exchange, groups: Sequence[dict[str, Any]]) -> Callable[[], list[Tensor]]:
-        """Send what is to be made orthogonal, from momentum and gradient: made for one bucket at a time, so that it
-        takes no second copy of all matrices. What a rank has no gradient of is sent as 0: all ranks know the lengths
-        beforehand."""
+        """Start to send momentum to the owners, one bucket at a time, so that no second copy of all matrices is needed.
+
+        A matrix without a gradient is sent as 0, since all ranks know the lengths beforehand.
+        """
         parts = []
         for tensor, group in zip(exchange.tensors, groups, strict=True):
             grad = tensor.parameter.grad
@@ -181,6 +187,6 @@ def _is_for_muon(param: nn.Parameter, wanted: bool | None, holders: Holders) -> 
     is_matrix = len(spec.shards[0].shape) == 2 + spec.is_stack
     if wanted and not is_matrix:
         raise ValueError(
-            f"muon=True in a group with {spec.name}, of shape {spec.shards[0].shape}: Muon is of matrices, of two dims"
+            f"muon=True in a group with {spec.name}, of shape {spec.shards[0].shape}: Muon needs matrices, of two dims"
         )
     return is_matrix

@@ -1,4 +1,4 @@
-"""One rank for each tensor, which has the whole of it for a moment: who that is, and how the parts come and go."""
+"""Owners of tensors: the one rank that has the whole tensor for a moment, and how its parts get there and back."""
 
 from __future__ import annotations
 
@@ -14,25 +14,34 @@ from colossus.optim.logical_tensors import Holders, LogicalTensor, box_numel
 
 
 def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """Of each tensor its owner: the dearest first, each to the rank with the least so far (LPT, Graham 1969: the rank
-    with the most has at most 4/3 of what it has in the best case)."""
-    given = [0.0] * ranks
+    """Return the owner of each tensor: the most expensive first, each to the rank with the least so far.
+
+    The rank with the most has at most 4/3 of the best case (LPT, Graham 1969).
+
+    Args:
+        costs: cost of each tensor.
+        ranks: number of ranks.
+    """
+    load = [0.0] * ranks
     owners = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
-        owner = given.index(min(given))
+    for number in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        owner = load.index(min(load))
         owners[number] = owner
-        given[owner] += costs[number]
+        load[owner] += costs[number]
     return owners
 
 
 class Exchange:
-    """Brings tensors to their owners, and from there to all ranks that hold parts of them.
+    """Sends tensors to their owners, and from there to all ranks that store parts of them.
 
-    To an owner each element comes once, from the ranks that hold a whole copy with it (`Holders.same_copy`); from it
-    each rank gets its own part. What a rank keeps is not sent: `bytes_sent`.
+    An owner receives each element once, from the ranks that together have a whole copy (`Holders.same_copy`). It sends
+    each
+    rank its own part. A rank sends nothing to itself: `bytes_sent`.
 
     Args:
-        owners: of each tensor, by place in the group.
+        tensors: the tensors.
+        owners: owner of each tensor, by index in the group.
+        holders: the ranks that store parts.
     """
 
     def __init__(self, tensors: Sequence[LogicalTensor], owners: Sequence[int], holders: Holders) -> None:
@@ -41,7 +50,7 @@ class Exchange:
         n = self.group.size
         senders = [holders.same_copy(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True)]
         self.owned = [number for number, owner in enumerate(owners) if owner == me]
-        #: numbers of the tensors that go to each rank, and of those that come from each: first of parts, then of values
+        #: by rank, numbers of the tensors whose parts are sent to it, whose parts it sends, and whose values it sends
         self._sent = [[k for k, owner in enumerate(owners) if owner == to and me in senders[k]] for to in range(n)]
         self._received = [[k for k in self.owned if source in senders[k]] for source in range(n)]
         self._from_owner = [[k for k, owner in enumerate(owners) if owner == source] for source in range(n)]
@@ -55,21 +64,24 @@ class Exchange:
         self._to_owners, self._back = (_lengths(table, me) for table in (to_owners, back))
 
     def bytes_sent(self, item_bytes: int) -> tuple[int, int]:
-        """What this rank sends: parts to owners, and values from here. Over all ranks, of each tensor the elements that
-        its owner does not hold, and those that all other ranks hold."""
+        """Return the bytes that this rank sends: parts to owners, and values from this owner.
+
+        Over all ranks that is, of each tensor, the elements that its owner does not store, and those that all other
+        ranks store.
+        """
         me = self.group.index
         ways = (self._to_owners.sent, self._back.sent)
         to_owners, back = ((sum(sent) - sent[me]) * item_bytes for sent in ways)
         return to_owners, back
 
     def to_owners(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to bring the parts of all tensors, of one dtype, to the owners.
+        """Start to send the parts of all tensors, of one dtype, to the owners.
 
         Args:
-            parts: of each tensor what this rank holds.
+            parts: this rank's part of each tensor.
 
         Returns:
-            What waits for those that this rank owns, whole, in their order.
+            A function that waits for the tensors that this rank owns, and returns them whole, in their order.
         """
         if self.group.size == 1:
             return lambda: list(parts)
@@ -89,14 +101,14 @@ class Exchange:
         return wait
 
     def to_holders(self, whole: Sequence[Tensor], like: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to give all ranks their parts.
+        """Start to send all ranks their parts.
 
         Args:
             whole: the tensors that this rank owns, in their order, of one dtype.
-            like: of that dtype and device.
+            like: a tensor of that dtype and device.
 
         Returns:
-            What waits for this rank's part of each tensor.
+            A function that waits for this rank's part of each tensor, and returns them.
         """
         if self.group.size == 1:
             return lambda: list(whole)
@@ -133,20 +145,22 @@ def _lengths(table: list[list[int]], me: int) -> uneven.Lengths:
 def in_buckets(
     tensors: Sequence[LogicalTensor], costs: Sequence[float], holders: Holders, limit: int
 ) -> list[tuple[list[int], Exchange]]:
-    """Exchanges of some tensors each, which come one after the other, and which tensors (by number) each has.
+    """Return exchanges of some tensors each, which run one after the other, and the numbers of their tensors.
 
-    The dearest are first. Each bucket has work for all owners: for one at most ``limit`` elements, or one tensor.
+    The most expensive tensors are first. Each bucket has work for all owners: each owns at most ``limit`` elements of
+    it, or
+    one tensor.
     """
     owners = choose_owners(costs, holders.group.size)
     buckets: list[list[int]] = [[]]
-    held = [0] * holders.group.size
-    for number in sorted(range(len(tensors)), key=lambda each: -costs[each]):
+    load = [0] * holders.group.size
+    for number in sorted(range(len(tensors)), key=lambda k: -costs[k]):
         size = tensors[number].numel
-        if held[owners[number]] and held[owners[number]] + size > limit:
+        if load[owners[number]] and load[owners[number]] + size > limit:
             buckets.append([])
-            held = [0] * holders.group.size
+            load = [0] * holders.group.size
         buckets[-1].append(number)
-        held[owners[number]] += size
+        load[owners[number]] += size
     return [
         (numbers, Exchange([tensors[k] for k in numbers], [owners[k] for k in numbers], holders))
         for numbers in buckets

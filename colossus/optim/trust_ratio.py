@@ -13,31 +13,34 @@ from colossus.optim.torch_classes import groups_of
 
 
 class _TrustRatio(torch.optim.Optimizer):
-    """Steps of logical parameters, each times a ratio of norms that one small all-reduce gives for all of them.
+    """Steps of logical parameters, each times a ratio of norms. One small all-reduce gives the ratios of all.
 
-    State has the shape of the parameters, and is kept in the parts that ranks hold. A group of parameters may say
-    ``adapt=False``: its ratio is 1 (biases and norms, as some recipes have it).
+    State has the shape of the parameters, and is split as they are. A group of parameters may set ``adapt=False``: its
+    ratio
+    is 1 (biases and norms, in some recipes).
     """
 
     def __init__(self, params: Iterable[Any], holders: Holders, defaults: dict[str, Any]) -> None:
         super().__init__(groups_of(params), {"adapt": True, **defaults})
-        held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
-        self._groups, self._tensors = [group for group, _ in held], [tensor for _, tensor in held]
+        members = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
+        self._groups, self._tensors = [group for group, _ in members], [tensor for _, tensor in members]
         self._sums = Sums(self._tensors, holders)
 
     def _norms(self, *several: Sequence[Tensor]) -> list[Tensor]:
-        """Of each sequence, which has a part of every logical tensor, the norms of the whole tensors, float64."""
+        """Return the norms of whole tensors, float64 [tensors], for each sequence of this rank's parts of them."""
         squares = torch.stack([self._sums.squares(parts) for parts in several])
         return list(self._sums.over_ranks(squares).sqrt())
 
     def _of_groups(self, option: str) -> Tensor:
-        """An option for each logical tensor, as its group has it: float64 [tensors]."""
+        """Return an option of each logical tensor's group, float64 [tensors]."""
         return self._sums.counts.new_tensor([float(group[option]) for group in self._groups])
 
-    def _parts(self, of: dict[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Of each logical tensor this rank's part of what belongs to its parameter, nothing where there is none."""
+    def _parts(self, by_parameter: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+        """Return this rank's part of each logical tensor from tensors by parameter; empty where there is none."""
         return [
-            tensor.local(of[tensor.parameter]) if tensor.parameter in of else tensor.parameter.new_empty(0)
+            tensor.local(by_parameter[tensor.parameter])
+            if tensor.parameter in by_parameter
+            else tensor.parameter.new_empty(0)
             for tensor in self._tensors
         ]
 
@@ -53,9 +56,9 @@ class LAMB(_TrustRatio):
 
     Args:
         params: stored parameters, or groups of them.
-        holders: the ranks that hold them.
-        lr, betas, eps, weight_decay: as of torch.optim.AdamW, but that weight decay is in the step that is scaled.
-        bias_correction: of both moments.
+        holders: the ranks that store them.
+        lr, betas, eps, weight_decay: those of torch.optim.AdamW, but weight decay is part of the step that is scaled.
+        bias_correction: whether both moments are corrected.
     """
 
     def __init__(
@@ -68,12 +71,12 @@ class LAMB(_TrustRatio):
         weight_decay: float = 0.01,
         bias_correction: bool = True,
     ) -> None:
-        given = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
-        super().__init__(params, holders, given)
+        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, holders, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold parts of them."""
+        """Step all parameters that have a gradient. Collective over the ranks that store parts of them."""
         steps = {param: self._adam(group, param) for group, param in self._trained()}
         weights = self._parts({param: param.detach() for param in steps})
         updates = self._parts(steps)
@@ -98,13 +101,15 @@ class LAMB(_TrustRatio):
 
 
 class LARS(_TrustRatio):
-    """LARS (1708.03888, algorithm 1): SGD with momentum, whose learning rate is scaled by trust_coefficient times
-    |w| / (|g| + weight_decay |w|) of each logical parameter.
+    """LARS (1708.03888, algorithm 1): SGD with momentum and a learning rate for each logical parameter.
+
+    The rate is scaled by trust_coefficient times |w| / (|g| + weight_decay |w|).
 
     Args:
         params: stored parameters, or groups of them.
-        holders: the ranks that hold them.
-        momentum, weight_decay, nesterov: as of torch.optim.SGD; the learning rate is inside of the momentum.
+        holders: the ranks that store them.
+        lr: learning rate; it is a factor of what is added to the momentum.
+        momentum, weight_decay, nesterov: those of torch.optim.SGD.
         trust_coefficient: eta of the paper.
         eps: added to the divisor.
     """
@@ -120,13 +125,13 @@ class LARS(_TrustRatio):
         eps: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        given = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        given |= dict(trust_coefficient=trust_coefficient, eps=eps, nesterov=nesterov)
-        super().__init__(params, holders, given)
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults |= dict(trust_coefficient=trust_coefficient, eps=eps, nesterov=nesterov)
+        super().__init__(params, holders, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold parts of them."""
+        """Step all parameters that have a gradient. Collective over the ranks that store parts of them."""
         grads = {param: param.grad for _, param in self._trained() if param.grad is not None}
         weights, gradients = self._parts({param: param.detach() for param in grads}), self._parts(grads)
         w, g = self._norms(weights, gradients)

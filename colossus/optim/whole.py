@@ -1,4 +1,4 @@
-"""An optimizer of any class on whole parameters: each at the rank that owns it."""
+"""An optimizer of any class on whole parameters: each parameter at the rank that owns it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from colossus.optim.torch_classes import groups_of
 
 
 class WholeParameters(torch.optim.Optimizer):
-    """Runs an optimizer that needs whole parameters (norms of layers, factored moments, Shampoo, SOAP): the same run
-    under every plan, for a class that knows nothing of plans.
+    """Runs an optimizer that needs whole parameters (norms of layers, factored moments, Shampoo, SOAP).
 
-    Each logical parameter has an owner (query, key, value and the matrices of experts each their own), of as many
-    elements on each rank as can be. In a step gradients and values travel to the owners, whose optimizers step, and the
-    values travel back: `Exchange.bytes_sent`, the first part twice. The state is the owner's alone, so of all ranks
-    together as much as one process has; an owner has values and gradients of its tensors whole.
+    The run is the same under every plan, and the optimizer's class knows nothing of plans. Each logical parameter has
+    an
+    owner (query, key, value and the matrices of experts are separate); ranks own about equally many elements. In a step
+    gradients and values are sent to the owners, whose optimizers step, and the values are sent back:
+    `Exchange.bytes_sent`,
+    the first part twice. Only the owner has state, so all ranks together have as much as one process. An owner has
+    values
+    and gradients of its tensors whole.
 
     Args:
         params: stored parameters, or groups of them.
-        holders: the ranks that hold them.
-        make: the optimizer of a list of groups: dicts of options, with whole tensors as ``params``.
+        holders: the ranks that store them.
+        make: makes the optimizer from a list of groups: dicts of options, with whole tensors as ``params``.
 
     Attributes:
-        inner: of the tensors that this rank owns.
+        inner: optimizer of the tensors that this rank owns.
         tensor_state: its state, by name.
     """
 
@@ -37,30 +40,30 @@ class WholeParameters(torch.optim.Optimizer):
         self, params: Iterable[Any], holders: Holders, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     ) -> None:
         groups = groups_of(params)
-        held = [holders.tensors(group["params"]) for group in groups]
-        self._tensors: list[LogicalTensor] = [tensor for of_group in held for tensor in of_group]
+        tensors_of_groups = [holders.tensors(group["params"]) for group in groups]
+        self._tensors: list[LogicalTensor] = [tensor for tensors in tensors_of_groups for tensor in tensors]
         self._device = holders.context.device
         self._dtype = reduce(torch.promote_types, (tensor.parameter.dtype for tensor in self._tensors))
         owners = choose_owners([tensor.numel for tensor in self._tensors], holders.group.size)
         self.exchange = Exchange(self._tensors, owners, holders)
         whole = {k: self._parameter(self._tensors[k].shape) for k in self.exchange.owned}
         self._owned = [(self._tensors[k], param) for k, param in whole.items()]
-        #: what an optimizer counts in a group moves on all ranks alike, so no group of a rank is without a parameter
+        #: parameters that fill empty groups: an optimizer that counts steps in a group must count alike on all ranks
         self._fillers: list[nn.Parameter] = []
-        of_inner, first = [], 0
-        for group, of_group in zip(groups, held, strict=True):
-            numbers = range(first, first + len(of_group))
+        inner_groups, first = [], 0
+        for group, tensors in zip(groups, tensors_of_groups, strict=True):
+            numbers = range(first, first + len(tensors))
             mine = [whole[k] for k in numbers if k in whole]
-            first += len(of_group)
+            first += len(tensors)
             if not mine:
                 self._fillers.append(self._parameter((2, 2)))
                 mine = [self._fillers[-1]]
-            of_inner.append({**group, "params": mine})
-        self.inner = make(of_inner)
+            inner_groups.append({**group, "params": mine})
+        self.inner = make(inner_groups)
         if len(self.inner.param_groups) != len(groups):
             raise ValueError(
                 f"{type(self.inner).__name__} made {len(self.inner.param_groups)} groups of the {len(groups)} that it "
-                f"was given: it cannot run on whole parameters (optimizer.whole)"
+                f"received: it cannot run on whole parameters (optimizer.whole)"
             )
         pairs = zip(self.inner.param_groups, groups, strict=True)
         made = [{**_options(new), "params": group["params"]} for new, group in pairs]
@@ -71,13 +74,13 @@ class WholeParameters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold them."""
+        """Step all parameters that have a gradient. Collective over the ranks that store them."""
         values = [tensor.local(tensor.parameter.detach()) for tensor in self._tensors]
         grads = [
             torch.zeros_like(value) if tensor.parameter.grad is None else tensor.local(tensor.parameter.grad)
             for tensor, value in zip(self._tensors, values, strict=True)
         ]
-        coming = [self.exchange.to_owners([x.to(self._device, self._dtype) for x in each]) for each in (values, grads)]
+        coming = [self.exchange.to_owners([x.to(self._device, self._dtype) for x in xs]) for xs in (values, grads)]
         for (tensor, whole), value, grad in zip(self._owned, *(wait() for wait in coming), strict=True):
             whole.copy_(value)
             whole.grad = None if tensor.parameter.grad is None else grad
@@ -97,11 +100,11 @@ class WholeParameters(torch.optim.Optimizer):
 
     @property
     def tensor_state(self) -> dict[str, dict[str, Any]]:
-        """What the inner optimizer keeps for each tensor, by name."""
+        """State of the inner optimizer for each tensor, by name."""
         return {tensor.name: self.inner.state.get(whole, {}) for tensor, whole in self._owned}
 
-    def held_tensors(self) -> list[tuple[LogicalTensor, bool]]:
-        """The tensors whose state is here, and whether this rank saves it."""
+    def state_tensors(self) -> list[tuple[LogicalTensor, bool]]:
+        """Return the tensors whose state this rank has, and that it saves them."""
         return [(tensor, True) for tensor, _ in self._owned]
 
     def load_tensor_state(self, state: dict[str, dict[str, Any]]) -> None:

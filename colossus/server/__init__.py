@@ -1,5 +1,6 @@
 """Parameter servers: requests and replies between workers and servers, what a server keeps, and tensors at servers in a
-training loop of one's own."""
+training loop of one's own.
+"""
 
 from typing import TYPE_CHECKING
 

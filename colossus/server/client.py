@@ -188,7 +188,8 @@ class Servers:
 
     def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
         """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
-        servers."""
+        servers.
+        """
         servers = self.sharding.by_server(names)
         calls = [
             self._clients[server].call("squares", {"names": of, "step": step, "workers": list(self.workers)})
@@ -235,13 +236,15 @@ class Servers:
 
     def clock(self, step: int, max_staleness: int) -> Handle[None]:
         """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
-        finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0."""
+        finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0.
+        """
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
         return Handle([self._clients[0].call("clock", header)], _nothing)
 
     def waiting_for(self) -> list[tuple[int, list[int], str]]:
         """What the calls of this worker that are under way wait for at the servers, now: of each the server, the
-        workers that it waits for, and what these have not done."""
+        workers that it waits for, and what these have not done.
+        """
         calls = [client.call("waiting_for") for client in self._clients]
         replies = [call.result() for call in calls]
         return [(server, *each) for server, reply in enumerate(replies) for each in reply.header["waits"]]

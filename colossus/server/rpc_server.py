@@ -86,7 +86,8 @@ class RpcServer:
 
     def close(self, patience_seconds: float = 0.0) -> None:
         """End: workers that are connected after the patience see `ServerGone` (it was closed), when the request at work
-        is done. Idempotent; not from the handler."""
+        is done. Idempotent; not from the handler.
+        """
         deadline = time.monotonic() + patience_seconds
         while self._streams and self.ended is None and time.monotonic() < deadline:
             time.sleep(0.005)

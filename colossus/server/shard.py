@@ -46,8 +46,7 @@ class ShardSpec:
 
 
 class Shard:
-    """
-    Args:
+    """Args:
         values: [stop - start, ...], or [1] of a scalar; the shard's own.
 
     Attributes:
@@ -129,8 +128,7 @@ class Shard:
 
 
 def check_optimizer(name: str, optimizer: Mapping[str, Any]) -> None:
-    """
-    Raises:
+    """Raises:
         ValueError: a tensor's optimizer is none that there is, or has not such options.
     """
     options = dict(optimizer)

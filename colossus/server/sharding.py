@@ -220,7 +220,8 @@ class Sharding:
 
     def wanted_rows(self, ids: Mapping[str, Tensor]) -> tuple[dict[int, Pieces], dict[str, Tensor]]:
         """Of each tensor some rows, ids int64 [n] ascending and each once: by server, and where they will be, [n,
-        ...]."""
+        ...].
+        """
         found: dict[int, Pieces] = {}
         rows: dict[str, Tensor] = {}
         for name, wanted in ids.items():

@@ -93,7 +93,8 @@ class ShardStore:
 
     def _create(self, request: Request) -> None:
         """Header: specs (`ShardSpec`), has_values, source: the worker that gives values; workers, who make them.
-        Answered when all of these have asked."""
+        Answered when all of these have asked.
+        """
         header, worker = request.header, request.worker
         specs = [ShardSpec.of_json(spec) for spec in header["specs"]]
         source, workers, name = header["source"], header["workers"], specs[0].name
@@ -156,7 +157,8 @@ class ShardStore:
 
     def _push(self, request: Request) -> None:
         """Header: names, kinds, rule, options (for each), bases: the version that the worker has pulled, None: none.
-        The reply: staleness of each: updates that came between."""
+        The reply: staleness of each: updates that came between.
+        """
         header, staleness = request.header, []
         for (shard, part), options, base in zip(self._parts(request), header["options"], header["bases"], strict=True):
             staleness.append(None if base is None else shard.version - base)
@@ -182,7 +184,8 @@ class ShardStore:
 
     def _clock(self, request: Request) -> None:
         """Stale synchronous parallelism (SSP; Ho et al., NIPS 2013). Header: step (how many the worker has finished),
-        max_staleness, workers. Answered when it may go on: no other that lives is further behind."""
+        max_staleness, workers. Answered when it may go on: no other that lives is further behind.
+        """
         least = request.header["step"] - request.header["max_staleness"]
         for worker in request.header["workers"]:
             if worker not in self._gone:

@@ -79,7 +79,8 @@ class GradientSum:
 
     def add(self, worker: int, part: Part) -> None:
         """Take a part, whose tensors are this object's from then on. Dense parts of all workers before the first that
-        is missing are added at once, so that they can be freed; rows are added at the end."""
+        is missing are added at once, so that they can be freed; rows are added at the end.
+        """
         if worker in self._parts:
             raise ValueError(f"worker {worker} has given its part already")
         self._parts[worker] = part
@@ -188,7 +189,8 @@ class SyncSteps:
 
     def squares(self, request: Request) -> None:
         """Of each tensor the square of the norm of the sum over workers, answered when all parts are here. Header:
-        step, names, workers. The reply: one array, float64 [names]."""
+        step, names, workers. The reply: one array, float64 [names].
+        """
         step, names, workers = request.header["step"], request.header["names"], request.header["workers"]
         shards = [self._shards[name] for name in names]
         steps = [self._steps.setdefault(name, _ShardSteps()) for name in names]
@@ -209,7 +211,8 @@ class SyncSteps:
 
     def apply(self, request: Request) -> list[Shard]:
         """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the
-        optimizer, and scale), found_inf: the sums are dropped."""
+        optimizer, and scale), found_inf: the sums are dropped.
+        """
         header = request.header
         shards = [self._shards[name] for name in header["names"]]
         for shard, options in zip(shards, header["options"], strict=True):

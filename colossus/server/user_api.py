@@ -40,8 +40,7 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass
 class _Joined:
-    """
-    Attributes:
+    """Attributes:
         process: which has joined; a fork of it has not.
         own: the server that is a thread of this process, if there is one.
     """

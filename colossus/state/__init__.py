@@ -1,1 +1,1 @@
-"""The state of a run as a checkpoint has it: by logical name and full shape, whatever the plan."""
+"""The state of a run as a checkpoint stores it: by logical name and full shape, whatever the plan."""

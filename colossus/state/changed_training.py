@@ -1,7 +1,7 @@
-"""Differences between a run that goes on and its checkpoint: the learning rate, and which parameters are trained.
+"""Differences between a resumed run and its checkpoint: the learning rate, and which parameters are trained.
 
-A checkpoint has the next learning rate and the names, not the settings alone: a schedule of a user's own is compared,
-too.
+A checkpoint stores the next learning rate and the names of frozen parameters, not only settings. So a user's own
+schedule is compared, too.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
 
-#: keys whose values a curve of learning rates follows from
-_OF_THE_CURVE = ("lr_schedule.", "train.schedule_steps")
+#: config keys that the learning rates of a run depend on
+_SCHEDULE_KEYS = ("lr_schedule.", "train.schedule_steps")
 
 
 class NextRate:
     """The learning rate of the next step.
 
     Args:
-        config: of the run, with the learning rate that its schedule starts from.
+        config: config of the run; ``optimizer.lr`` is the rate that the schedule starts from.
     """
 
     def __init__(self, config: Config) -> None:
         self._config, self._rates = config, LearningRates(config)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what is saved of it behind ``step`` steps: None where the schedule is over, and gives none."""
+        """Return the peak and the next learning rate after ``step`` steps.
+
+        The next rate is None where the schedule is over.
+        """
         try:
             rate = float(self._rates.at(step))
         except Exception:  # a scheduler of torch's that knows its number of steps; a save has no need of it
@@ -48,11 +51,14 @@ class NextRate:
         return {"peak": self._config.optimizer.lr, "next": rate}
 
     def change(self, step: int, saved: Mapping[str, Any], saved_config: Mapping[str, Any]) -> str:
-        """Return the words that tell how it differs from what was saved; empty where only the peak does, if anything.
+        """Return the warning that the next learning rate differs from the saved one.
+
+        It is empty where the rates agree, or differ by the factor between the peaks alone.
 
         Args:
-            saved: as `state` gave it.
-            saved_config: of the run that was saved, as `as_dict` gives it.
+            step: completed steps.
+            saved: what `state` returned when the checkpoint was saved.
+            saved_config: config of the saved run, as `as_dict` returns it.
         """
         own = self.state(step)
         before, peak, now, own_peak = saved["next"], saved["peak"], own["next"], own["peak"]
@@ -62,13 +68,13 @@ class NextRate:
         changed = {
             key: f"{key} was {then.get(key)!r} and is {keys.get(key)!r}"
             for key in (*then, *keys)
-            if key.startswith(_OF_THE_CURVE) and then.get(key) != keys.get(key)
+            if key.startswith(_SCHEDULE_KEYS) and then.get(key) != keys.get(key)
         }
         why = ", ".join(changed.values()) or "the code of lr_schedule.type is another"
         would_be = "there would be none" if before is None else f"it would be {before:.6g}"
         return (
             f"the learning rate jumps: that of step {step + 1} is {now:.6g}, with the settings of the checkpoint "
-            f"{would_be} ({why}). Set back what was changed to go on along the curve of the checkpoint"
+            f"{would_be} ({why}). Undo the change to follow the schedule of the checkpoint"
         )
 
 
@@ -77,12 +83,14 @@ def frozen_names(model: nn.Module) -> list[str]:
     return [entry.name for entry in logical_parameters(model) if not entry.parameter.requires_grad]
 
 
-def tell_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
-    """Warn, on one rank, of what trains otherwise from here on than the checkpoint would have. Collective.
+def warn_of_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
+    """Warn on one rank where the run now trains differently from its checkpoint. Collective.
 
     Args:
-        run: which goes on behind the checkpoint.
-        values: of the checkpoint, decoded.
+        run: the resumed run.
+        next_rate: its learning rate.
+        reader: reader of the checkpoint.
+        values: decoded values of the checkpoint.
     """
     by_stage = [names for path, names in values.items() if path.startswith("frozen/")]
     then, now = {name for names in by_stage for name in names}, set(frozen_names(run.model))
@@ -97,12 +105,12 @@ def tell_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values
         log.warning("%s", change)
     if thawed:
         log.warning(
-            "trained now, and frozen in the checkpoint: %s. The optimizer has no state of them: they begin in the "
-            "middle of the schedule, without a warm-up of their own. Freeze them, or begin a run with the weights "
-            "alone (checkpoint.weights)", listed(thawed),
+            "trained now, and frozen in the checkpoint: %s. The optimizer has no state for them: they begin in the "
+            "middle of the schedule, without a warm-up. Freeze them, or begin a run with the weights alone "
+            "(checkpoint.weights)", listed(thawed),
         )  # fmt: skip
     if frozen:
         log.warning(
-            "frozen now, and trained in the checkpoint: %s. What the optimizer has kept of them is dropped",
+            "frozen now, and trained in the checkpoint: %s. Their optimizer state is dropped",
             listed(frozen),
         )

@@ -1,5 +1,8 @@
-"""The optimizer in a checkpoint: its class, the options of its groups, and what it (or a strategy) keeps for each
-parameter, as boxes of whole tensors by logical name."""
+"""The optimizer in a checkpoint.
+
+A checkpoint stores its class, the options of its groups, and what it (or a strategy) keeps for each parameter. State
+per parameter is stored as boxes of whole tensors by logical name.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,22 @@ log = logging.getLogger("colossus.engine")
 ParameterState = Mapping[nn.Parameter, Mapping[str, Any]]
 #: options of a parameter group, without the parameters
 GroupOptions = dict[str, Any]
-#: as `optimizer_values` gives them
+#: what `optimizer_values` returns
 SavedOptimizer = Mapping[str, Any]
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[GroupOptions]:
-    """Of each parameter group: copies, which do not change with the optimizer."""
+    """Return copies of the options of each parameter group, which do not change with the optimizer."""
     return copy.deepcopy(
         [{key: group[key] for key in group if key not in ("params", "param_names")} for group in optimizer.param_groups]
     )
 
 
 def why_not_saved(optimizer: Any) -> str | None:
-    """Why a checkpoint could not hold what an optimizer keeps, in words: it keeps it where nobody else can see it, or
-    where another plan would not know what is of which rank."""
+    """Return why a checkpoint cannot hold the state of an optimizer, or None where it can.
+
+    It cannot where the state is not in ``.state``, or belongs to no parameter: another plan would not know its rank.
+    """
     kind = type(optimizer).__qualname__
     if not isinstance(getattr(optimizer, "state", None), Mapping):
         return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
@@ -54,10 +59,11 @@ def why_not_saved(optimizer: Any) -> str | None:
 
 
 def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, Any]:
-    """What is saved of an optimizer beside the state of its parameters; nothing of one that has nothing to update.
+    """Return what is saved of an optimizer beside the state of its parameters; empty if it has nothing to update.
 
     Args:
-        made: the options of its groups as it was made.
+        optimizer: an optimizer.
+        made: the options of its groups when it was made.
     """
     if problem := why_not_saved(optimizer):
         raise CheckpointError(problem)
@@ -66,7 +72,7 @@ def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, 
 
 
 def kind_of(optimizer: Any) -> str:
-    """The name of its class; of one that runs on whole parameters, ``SOAP, whole``."""
+    """Return the name of the optimizer's class; ``SOAP, whole`` for one that runs on whole parameters."""
     inner = getattr(optimizer, "inner", None)
     return type(optimizer).__qualname__ if inner is None else f"{type(inner).__qualname__}, whole"
 
@@ -76,21 +82,24 @@ def _is_empty(optimizer: Any) -> bool:
 
 
 def saved_optimizer(values: Mapping[str, Any], replica: str = "") -> SavedOptimizer | None:
-    """Of the first pipeline stage that has something to update; None where none was saved."""
-    found = (values[path] for path in sorted(values) if path.startswith(f"{replica}optimizer_groups/"))
-    return next(filter(None, found), None)
+    """Return the optimizer of the first pipeline stage that has something to update; None where none was saved."""
+    by_stage = (values[path] for path in sorted(values) if path.startswith(f"{replica}optimizer_groups/"))
+    return next(filter(None, by_stage), None)
 
 
 def require_same_optimizer(
     reader: CheckpointReader, saved: SavedOptimizer | None, optimizer: Any, section: str
 ) -> None:
-    """That the optimizer is of the class which was saved, where it has kept anything.
+    """Raise `CheckpointError` if the checkpoint has state of an optimizer of another class.
 
     Args:
-        section: in which its state is.
+        reader: reader of the checkpoint.
+        saved: the optimizer in the checkpoint.
+        optimizer: the optimizer of this run.
+        section: section of the checkpoint that has its state.
     """
-    keeps = any(any(reader.manifest.names(each)) for each in (section, section + SUFFIX))
-    if saved is None or not keeps or _is_empty(optimizer):
+    has_state = any(any(reader.manifest.names(name)) for name in (section, section + SUFFIX))
+    if saved is None or not has_state or _is_empty(optimizer):
         return
     before = _in_words(saved["kind"], saved["made"])
     now = _in_words(kind_of(optimizer), optimizer.param_groups)
@@ -102,7 +111,7 @@ def require_same_optimizer(
 
 
 def _in_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
-    """The class, and what updates the rows of tables with sparse gradients where that is none of its own."""
+    """Return the name of the class, with the rules of ``optimizer.tables`` where there are some."""
     rules = sorted({group["row_rule"] for group in groups if group.get("row_rule") is not None})
     return f"{kind} with optimizer.tables {' and '.join(rules)}" if rules else kind
 
@@ -110,12 +119,16 @@ def _in_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
 def options_to_go_on(
     made: Sequence[GroupOptions], saved: SavedOptimizer | None, *, is_logged: bool
 ) -> list[GroupOptions]:
-    """The options with which a run goes on: those of the config (another lr, another weight decay) where they are not
-    what they were then, which one line tells; the others as the checkpoint has them, also what a hook has changed.
+    """Return the options with which a resumed run continues.
+
+    An option that the config has changed since (another lr, another weight decay) has its new value, and one warning
+    lists
+    the changes. Every other option has the value in the checkpoint, which a hook may have changed.
 
     Args:
-        made: as the optimizer of this run was made.
-        is_logged: whether this rank logs what differs.
+        made: the options of this run's optimizer when it was made.
+        saved: the optimizer in the checkpoint.
+        is_logged: whether this rank logs the changes.
     """
     if saved is None or len(made) != len(saved["made"]):
         if saved is not None and is_logged:
@@ -124,22 +137,26 @@ def options_to_go_on(
                 "of the config", len(saved["made"]), len(made),
             )  # fmt: skip
         return list(made)
-    changed, out = [], []
+    changed, options = [], []
     for now, before, then in zip(made, saved["made"], saved["now"], strict=True):
         differ = {key: value for key, value in now.items() if key in before and value != before[key]}
         changed += [f"{key} was {before[key]!r} and is {value!r}" for key, value in differ.items()]
-        out.append({**now, **then, **differ})
+        options.append({**now, **then, **differ})
     if changed and is_logged:
-        log.warning("the optimizer is made otherwise than in the checkpoint: %s", ", ".join(changed))
-    return out
+        log.warning("the options of the optimizer differ from the checkpoint: %s", ", ".join(changed))
+    return options
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: ParameterState, options: Sequence[GroupOptions]) -> None:
-    """Give an optimizer this state of its parameters, and its groups these options. In place, so that whoever shares
-    them has them, too; and in the dtypes that were saved, where ``load_state_dict`` of torch would cast them."""
+    """Set the state of an optimizer's parameters and the options of its groups, in place.
+
+    Others that share the state see the change. Tensors keep the dtypes that were saved; torch's ``load_state_dict``
+    would
+    cast them.
+    """
     optimizer.state.clear()
-    for group, of_group in zip(optimizer.param_groups, options, strict=True):
-        group.update(of_group)
+    for group, options_of_group in zip(optimizer.param_groups, options, strict=True):
+        group.update(options_of_group)
         on_device = group.get("fused") or group.get("capturable")
         for param in group["params"]:
             for entry, value in state.get(param, {}).items():
@@ -153,11 +170,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: ParameterState, o
 def state_boxes(
     section: str, state: ParameterState, boxes: Iterable[ParameterBox], values: dict[str, Any]
 ) -> Iterator[TensorBox]:
-    """The tensors of a state under ``<section>/<name of the parameter>/<name>``; its plain values go to ``values``."""
+    """Yield the tensors of a state under ``<section>/<parameter>/<entry>``; add its plain values to ``values``."""
     for box in boxes:
         plain: dict[str, Any] = {}
-        of_param, path = state.get(box.parameter, {}), f"{section}/{box.name}"
-        for entry, value in of_param.items():
+        state_of_param, path = state.get(box.parameter, {}), f"{section}/{box.name}"
+        for entry, value in state_of_param.items():
             key = f"{path}/{entry}"
             if not isinstance(entry, str) or "/" in entry:
                 raise CheckpointError(
@@ -182,9 +199,10 @@ def state_boxes(
 
 def _unknown_part(key: str, shape: Sequence[int], box: ParameterBox) -> CheckpointError:
     return CheckpointError(
-        f"{key} has shape {tuple(shape)}, its parameter {box.logical.shape}, of which a rank holds a part: what is of "
-        f"that part is not known. State of a split parameter must have its shape, a number for each row ([rows, 1]), "
-        f"or none; take a plan that keeps the parameter whole, or the weights alone (checkpoint.weights)"
+        f"{key} has shape {tuple(shape)}, its parameter {box.logical.shape}, and each rank stores a part of the "
+        f"parameter: it is not known which part of the state belongs to it. State of a split parameter must have its "
+        f"shape, one number per row ([rows, 1]), or no dims; use a plan that keeps the parameter whole, or load the "
+        f"weights alone (checkpoint.weights)"
     )
 
 
@@ -197,23 +215,27 @@ def read_state(
     *,
     keeps_dtypes: bool = False,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state of this rank's parameters, as `state_boxes` had it under whatever plan.
+    """Return the state of this rank's parameters, saved by `state_boxes` under any plan.
 
-    What had the dtype of its parameter has it again, also where that is another now; what had a dtype of its own keeps
-    it. Entries that the checkpoint does not have are as if the parameter had never been updated.
+    An entry that had the dtype of its parameter gets the parameter's dtype of today; any other keeps its own. An entry
+    that
+    the checkpoint does not have is absent, as before the parameter's first update.
 
     Args:
-        values: of the checkpoint, decoded.
-        existing: what is kept now: memory that fits is filled, and no other is taken.
-        keeps_dtypes: what had the dtype of its parameter keeps that, too.
+        section: section of the checkpoint.
+        reader: reader of the checkpoint.
+        values: decoded values of the checkpoint.
+        boxes: the rank's boxes of parameters.
+        existing: state of the optimizer now; its tensors are filled where shape and dtype fit, to save memory.
+        keeps_dtypes: whether entries with the dtype of their parameter keep the saved dtype, too.
     """
-    entries: dict[str, list[str]] = {}  # of each parameter by name, what is saved of its state in tensors
+    entries: dict[str, list[str]] = {}  # name of a parameter -> its saved entries that are tensors
     for name in reader.manifest.names(section):
         owner, _, entry = name.rpartition("/")
         entries.setdefault(owner, []).append(entry)
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for box in boxes:
-        of_param = state.setdefault(box.parameter, {})
+        state_of_param = state.setdefault(box.parameter, {})
         for entry in entries.get(box.name, ()):
             key = f"{section}/{box.name}/{entry}"
             saved = reader.manifest.tensors[key]
@@ -221,21 +243,23 @@ def read_state(
             if saved.shape != box.logical.shape and not is_by_row:
                 if saved.shape and box.is_split:
                     raise _unknown_part(f"{reader.folder}: {key}", saved.shape, box)
-                of_param[entry] = reader.tensor(key)
+                state_of_param[entry] = reader.tensor(key)
                 continue
-            if entry not in of_param:
+            if entry not in state_of_param:
                 shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
                 is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{box.name}"].dtype
                 dtype = box.parameter.dtype if is_as_parameter and not keeps_dtypes else DTYPES[saved.dtype]
-                kept = (existing or {}).get(box.parameter, {}).get(entry)
-                fits = isinstance(kept, Tensor) and (kept.shape, kept.dtype) == (shape, dtype)
-                of_param[entry] = kept if fits else torch.zeros(shape, dtype=dtype, device=box.parameter.device)
-            held = box.tensor_box(key, of_param[entry])
-            reader.read_box(key, held.box, held.local)
-        of_param.update(values.get(f"{section}/{box.name}", {}))
-    return {param: of_param for param, of_param in state.items() if of_param}
+                current = (existing or {}).get(box.parameter, {}).get(entry)
+                fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (shape, dtype)
+                state_of_param[entry] = (
+                    current if fits else torch.zeros(shape, dtype=dtype, device=box.parameter.device)
+                )
+            target = box.tensor_box(key, state_of_param[entry])
+            reader.read_box(key, target.box, target.local)
+        state_of_param.update(values.get(f"{section}/{box.name}", {}))
+    return {param: state_of_param for param, state_of_param in state.items() if state_of_param}
 
 
 def _by_row(parameter: Tensor) -> torch.Size:
-    """The shape of a number for each row."""
+    """Return the shape of a tensor with one number for each row of a parameter."""
     return torch.Size((*parameter.shape[:1], *(1 for _ in parameter.shape[1:])))

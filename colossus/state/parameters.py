@@ -1,4 +1,4 @@
-"""Parameters and buffers in a checkpoint: what this rank has of them, which of it it writes, and how they are read."""
+"""Parameters and buffers in a checkpoint: the boxes that a rank has, which of them it writes, and how it reads them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger("colossus.engine")
 
 @dataclass(frozen=True)
 class ParameterBox:
-    """A logical parameter and the rank's box of it: one of several where the rank holds it in ranges of rows.
+    """A logical parameter and the rank's box of it. A rank that stores several ranges of its rows has one for each.
 
     Attributes:
         name: full logical name, the first of a tied one.
-        logical: where it lives.
+        logical: the logical parameter, with its place in the stored one.
         box: (start, stop) of every dim of the full shape; may be empty.
-        writes: whether this rank writes it, and what else has its shape (its momentum).
-        writes_scalars: whether it writes what is the same on all ranks (the number of its updates).
+        writes: whether this rank writes the box, and state of its shape (its momentum).
+        writes_scalars: whether this rank writes state that is the same on all ranks (the number of its updates).
     """
 
     name: str
@@ -49,12 +49,17 @@ class ParameterBox:
 
     @property
     def shape_by_row(self) -> tuple[int, ...]:
-        """Full shape of what has a number for each row of dim 0: [rows, 1, ..]."""
+        """Full shape of a tensor with one number for each row of dim 0: [rows, 1, ..]."""
         return (*self.logical.shape[:1], *(1 for _ in self.logical.shape[1:]))
 
     def tensor_box(self, key: str, buffer: Tensor | None = None) -> TensorBox:
-        """Of the parameter, or of a buffer of the shape of the torch parameter that holds it, or [its rows, 1, ..]:
-        ranks with other columns have the same of that."""
+        """Return the box of the parameter, or of a buffer.
+
+        Args:
+            key: key in the checkpoint.
+            buffer: a buffer of the stored parameter's shape, or [its rows, 1, ..], which ranks with other columns have
+                alike.
+        """
         shape, box, writes = self.logical.shape, self.box, self.writes
         if buffer is not None and buffer.shape != self.parameter.shape:
             shape = self.shape_by_row
@@ -66,18 +71,20 @@ class ParameterBox:
 def parameter_boxes(
     model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter], *, replicas_differ: bool
 ) -> list[ParameterBox]:
-    """The boxes of all parameters as the rank stores them, in the order of the model.
+    """Return the boxes of all parameters as the rank stores them, in the order of the model.
 
     Args:
-        counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
-        replicas_differ: each data rank has parameters of its own, and writes all of them.
+        model: the rank's part of the model.
+        context: the rank's context.
+        counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage has and writes.
+        replicas_differ: whether each data rank has parameters of its own, and writes all of them.
     """
     sizes, at = context.grid.sizes, context.coordinates
     apart = ("pipeline", *(context.grid.axes("data") if replicas_differ else ()))
     elsewhere = {id(param) for param in counted_elsewhere}
-    entries = {name: entry.held for name, entry in entries_of(model).items()}
-    named = {name: held for name, held in entries.items() if isinstance(held, LogicalParameter)}
-    # the largest first, so that the small ones even out what ranks have
+    entries = {name: entry.value for name, entry in entries_of(model).items()}
+    named = {name: value for name, value in entries.items() if isinstance(value, LogicalParameter)}
+    # the largest first, so that the small ones even out what ranks write
     by_size = sorted(named, key=lambda name: -math.prod(named[name].shape))
     sized = [(named[name].layout, named[name].shape, named[name].parameter.element_size()) for name in by_size]
     writes = dict(zip(by_size, choose_writers(sized, sizes, at, apart), strict=True))
@@ -93,7 +100,12 @@ def parameter_boxes(
 
 
 def _ranges(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParameter, Box]]:
-    """What a rank holds of a parameter, whose layout says ``box``: maybe several ranges of its rows."""
+    """Yield the ranges of rows that a rank stores of a parameter, each with its box.
+
+    Args:
+        logical: a logical parameter.
+        box: the box that its layout gives this rank.
+    """
     if logical.intervals is None:
         yield logical, box
         return
@@ -107,8 +119,8 @@ def _ranges(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParame
 
 
 def buffers_of(model: nn.Module) -> dict[str, Entry]:
-    """The persistent buffers of this rank, by first name."""
-    return {name: entry for name, entry in entries_of(model).items() if isinstance(entry.held, Tensor)}
+    """Return the persistent buffers of this rank, by first name."""
+    return {name: entry for name, entry in entries_of(model).items() if isinstance(entry.value, Tensor)}
 
 
 def buffer_boxes(
@@ -117,12 +129,22 @@ def buffer_boxes(
     checksums: Sequence[Mapping[str, int]],
     means: Mapping[int, Tensor],
 ) -> Iterator[TensorBox]:
-    """The buffers as the first rank has them, or their mean over replicas (by id); beside them those of ranks that have
-    others (BatchNorm's statistics of a rank's own samples), as the checksums of all ranks tell."""
+    """Yield the buffers that this rank writes.
+
+    The first rank that has a buffer writes it, or its mean over replicas. A rank whose buffer differs (BatchNorm's
+    statistics
+    of its own samples) writes its own beside it.
+
+    Args:
+        buffers: the rank's buffers by name.
+        rank: this rank.
+        checksums: of each rank, the checksum of each buffer.
+        means: means over replicas, by id of the buffer.
+    """
     for name, entry in buffers.items():
-        buffer, mean = entry.held, means.get(id(entry.held))
+        buffer, mean = entry.value, means.get(id(entry.value))
         assert isinstance(buffer, Tensor)
-        first = next(each for each, theirs in enumerate(checksums) if name in theirs)
+        first = next(other for other, sums in enumerate(checksums) if name in sums)
         if rank == first:
             yield TensorBox.whole(f"model/{name}", buffer if mean is None else mean)
         if mean is not None or checksums[rank][name] != checksums[first][name]:
@@ -130,13 +152,13 @@ def buffer_boxes(
 
 
 def warn_of_own_buffers(checksums: Sequence[Mapping[str, int]]) -> None:
-    """Log which buffers are not the same on all ranks that have them, as the checksums of all ranks tell."""
-    names = dict.fromkeys(name for of_rank in checksums for name in of_rank)
-    own = [name for name in names if len({of_rank[name] for of_rank in checksums if name in of_rank}) > 1]
+    """Log which buffers differ between the ranks that have them, by the checksums of all ranks."""
+    names = dict.fromkeys(name for sums in checksums for name in sums)
+    own = [name for name in names if len({sums[name] for sums in checksums if name in sums}) > 1]
     if own:
         log.warning(
-            "buffers differ between ranks (%s), since something else than the forwards of steps and evaluations has "
-            "changed them: the checkpoint has those of each rank, for the same plan, and those of the first rank, for "
+            "buffers differ between ranks (%s): something else than the forwards of steps and evaluations has changed "
+            "them. The checkpoint stores those of each rank, for the same plan, and those of the first rank, for "
             "other plans and exports",
             ", ".join(own),
         )
@@ -149,15 +171,15 @@ def _own_key(rank: int, name: str) -> str:
 # -- reading ----------------------------------------------------------------------------------------------
 
 
-def known_weights(model: nn.Module, context: ParallelContext) -> dict[str, ModelTensor]:
-    """The parameters and buffers of the whole model, by first name. Collective."""
-    found = whole_tensors(model, context)
-    return {name: ModelTensor(tensor.shape, tuple(tensor.names)) for name, tensor in found.items()}
+def model_weights(model: nn.Module, context: ParallelContext) -> dict[str, ModelTensor]:
+    """Return the shapes and names of the parameters and buffers of the whole model, by first name. Collective."""
+    tensors = whole_tensors(model, context)
+    return {name: ModelTensor(tensor.shape, tuple(tensor.names)) for name, tensor in tensors.items()}
 
 
-def require_same_model(reader: CheckpointReader, known: Mapping[str, ModelTensor]) -> WeightMatch:
-    """That the checkpoint has the parameters and buffers of the model and no others, else a `CheckpointError`."""
-    match = match_exactly(known, reader.manifest.shapes("model"))
+def require_same_model(reader: CheckpointReader, weights: Mapping[str, ModelTensor]) -> WeightMatch:
+    """Raise `CheckpointError` unless the checkpoint has the parameters and buffers of the model and no others."""
+    match = match_exactly(weights, reader.manifest.shapes("model"))
     if not match.is_complete:
         raise CheckpointError(f"{reader.folder} is of another model: {match}")
     return match
@@ -171,12 +193,17 @@ def load_matched(
     rank: int | None,
     prefix: str = "",
 ) -> None:
-    """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those;
-    of what has fewer, the first ones are read.
+    """Fill this rank's boxes of the matched parameters and buffers.
+
+    A parameter with more rows than were saved keeps its values in the others; one with fewer reads the first rows.
 
     Args:
-        rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
-        prefix: before the keys; one that is not there is read without.
+        reader: reader of the checkpoint.
+        match: which saved tensor goes to which name.
+        model: the rank's part of the model.
+        boxes: the rank's boxes of parameters.
+        rank: the rank whose own buffers are read, under the plan of the checkpoint; None under another plan.
+        prefix: prefix of the keys; a key that does not exist with it is read without.
     """
     tensors = reader.manifest.tensors
 
@@ -195,6 +222,6 @@ def load_matched(
             read(box.tensor_box(key), prefix + key)
     for name, entry in buffers_of(model).items():
         if name in match.sources:
-            assert isinstance(entry.held, Tensor)
+            assert isinstance(entry.value, Tensor)
             source = match.sources[name]
-            read(TensorBox.whole(f"model/{source}", entry.held), "" if rank is None else _own_key(rank, source))
+            read(TensorBox.whole(f"model/{source}", entry.value), "" if rank is None else _own_key(rank, source))

@@ -1,9 +1,9 @@
 """Replicas with state of their own (gossip, local steps, error feedback) in a checkpoint.
 
-The average of parameters and buffers is under the plain keys, for all to take. What is a replica's own (parameters,
-optimizer, what the strategy keeps) is beside them under a prefix, and each goes on with its own where there are as many
-replicas as then, under the same strategy. Else all go on from the average, with the optimizer of the first; and with
-what the strategy keeps, where that is alike on all replicas (an outer optimizer).
+The average of parameters and buffers has the plain keys, so every plan can read it. A replica's own parameters,
+optimizer and strategy state have its prefix. A run with the same strategy and number of replicas resumes each replica
+from its own. Any other run resumes all replicas from the average, with the optimizer of the first. It takes the
+strategy's state, too, if that is alike on all replicas (an outer optimizer).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
 
-#: the path of the value that says which strategy had what
+#: path of the value that names the strategy, its number of replicas, and whether they had parameters of their own
 RECORD = "strategy"
 
 
 def replica_prefix(index: int) -> str:
-    """Before the keys of what is a replica's own."""
+    """Return the prefix of the keys that belong to one replica."""
     return f"replicas/{index}/"
 
 
 def has_own_parameters(run: Run) -> bool:
-    """Whether replicas have parameters and optimizers of their own."""
+    """Return whether replicas have parameters and optimizers of their own."""
     return run.strategy.own_parameters and run.context.size("data") > 1
 
 
 def has_own_state(run: Run) -> bool:
-    """Whether what the strategy keeps is of each replica."""
+    """Return whether each replica has strategy state of its own."""
     return _keeps_own(run.strategy) and run.context.size("data") > 1
 
 
@@ -47,7 +47,7 @@ def _keeps_own(strategy: Strategy) -> bool:
 
 
 def replica_record(run: Run) -> dict[str, Any]:
-    """What a checkpoint says of its replicas; nothing of strategies whose replicas are equal, and have no state."""
+    """Return what a checkpoint says about its replicas; empty if they are equal and have no state of their own."""
     if not _keeps_own(run.strategy):
         return {}
     kind, num_replicas = type(run.strategy).__qualname__, run.context.size("data")
@@ -58,16 +58,22 @@ def replica_record(run: Run) -> dict[str, Any]:
 
 
 def boxes_of(run: Run, *, replicas_differ: bool = False) -> list[ParameterBox]:
-    """Of the model of a run. Each is written once, or once by each replica."""
+    """Return the boxes of the parameters of a run.
+
+    Args:
+        run: a run.
+        replicas_differ: whether each replica writes every box; else each box is written once.
+    """
     elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
     return parameter_boxes(run.model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
 def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:
-    """What this rank has of the parameters; where replicas have parameters of their own, the replica's, and this rank's
-    part of the average, which the ranks along data share out. Collective over data there.
+    """Yield this rank's boxes of the parameters. Collective over data where replicas have parameters of their own.
 
-    Memory: of the average, what this rank writes.
+    There, each rank yields the boxes of its replica, and its share of the average, which ranks along data divide.
+
+    Memory: of the average, the part that this rank writes.
     """
     if not has_own_parameters(run):
         yield from (box.tensor_box(f"model/{box.name}") for box in boxes)
@@ -85,7 +91,7 @@ def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:
 
 
 def _means(run: Run, wanted: set[int]) -> dict[int, Tensor]:
-    """The average over the replicas of some parameters, by id."""
+    """Return the average over the replicas of some parameters, by id."""
     strategy, means = run.strategy, {}
     average = ReplicaAverage(strategy.parts, strategy.trained)
     for number, mean in average.parameters(strategy.average_addend()):
@@ -96,7 +102,7 @@ def _means(run: Run, wanted: set[int]) -> dict[int, Tensor]:
 
 
 def buffer_means(run: Run) -> dict[int, Tensor]:
-    """Of buffers that differ between replicas, by id, their mean. Collective over data."""
+    """Return the mean over replicas of buffers that differ between them, by id. Collective over data."""
     if run.strategy.exact or run.context.size("data") == 1:
         return {}
     average = ReplicaAverage(run.strategy.parts, run.strategy.trained)
@@ -104,8 +110,10 @@ def buffer_means(run: Run) -> dict[int, Tensor]:
 
 
 def common_weights(holder: object) -> AbstractContextManager[Any]:
-    """Around what reads the weights of an engine to give them away: inside, all replicas have the same (`Strategy.
-    export`). Of anything else that has a model, nothing changes."""
+    """Give all replicas of an engine the same weights inside of a block (`Strategy.export`).
+
+    Nothing changes for an object that has a model and no strategy.
+    """
     strategy = getattr(holder, "strategy", None)
     return nullcontext() if strategy is None else strategy.export()
 
@@ -114,12 +122,12 @@ def common_weights(holder: object) -> AbstractContextManager[Any]:
 
 
 class ReplicaSource(NamedTuple):
-    """Where in a checkpoint a rank finds what it goes on with: what is before the keys.
+    """The prefixes under which a rank finds its state in a checkpoint.
 
     Attributes:
-        own: of what is the replica's own; "" where it takes that of all, or the average.
-        optimizer: of the section of the optimizer.
-        strategy: of the strategy's section; None: what the strategy keeps begins anew.
+        own: prefix of the replica's own state; "" where it takes that of all, or the average.
+        optimizer: prefix of the section of the optimizer.
+        strategy: prefix of the strategy's section; None where the strategy begins anew.
     """
 
     own: str = ""
@@ -128,15 +136,16 @@ class ReplicaSource(NamedTuple):
 
     @property
     def is_average(self) -> bool:
-        """Whether parameters that differed between replicas have become one."""
+        """Return whether parameters that differed between replicas have become one."""
         return self.own != self.optimizer
 
 
 def replica_source(values: Mapping[str, Any], run: Run) -> ReplicaSource:
-    """Where this rank finds its state; one rank logs what does not go on as it was.
+    """Return where this rank finds its state. One rank logs what does not continue as it was.
 
     Args:
-        values: of the checkpoint, decoded.
+        values: decoded values of the checkpoint.
+        run: the run that is resumed.
     """
     saved, kind, now = values.get(RECORD), type(run.strategy).__qualname__, run.context.size("data")
     if saved is None:
@@ -147,9 +156,9 @@ def replica_source(values: Mapping[str, Any], run: Run) -> ReplicaSource:
     is_alike = saved["kind"] == kind and run.strategy.state_is_alike
     if run.context.is_logging_rank:
         log.warning(
-            "the checkpoint is of %d replicas under %s, this run has %d under %s: %swhat the strategy has kept is %s",
+            "the checkpoint has %d replicas under %s, this run has %d under %s: %sthe state of the strategy is %s",
             saved["num_replicas"], saved["kind"], now, kind,
-            "all go on from the average of their parameters, with the optimizer of the first; " * is_own,
+            "all resume from the average of their parameters, with the optimizer of the first; " * is_own,
             "taken" if is_alike else "not taken",
         )  # fmt: skip
     first = replica_prefix(0) * is_own

@@ -1,4 +1,4 @@
-"""What a run consists of."""
+"""The parts of a run that have a state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 
 
 class Stateful(Protocol):
-    """What gives its state, and takes it back."""
+    """An object that returns its state and takes it back."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -26,24 +26,24 @@ class Stateful(Protocol):
 
 
 class Watch(Stateful, Protocol):
-    """A watch on each step, which may learn late what an accelerator has found."""
+    """A watch on each step. Results that an accelerator computes reach it late: `settle` waits for them."""
 
     def settle(self) -> None: ...
 
 
 @dataclass
 class Run:
-    """The parts of a run that have a state, and how far it is. An engine has one and moves it on; checkpoints save it.
+    """The parts of a run that have a state, and its progress. An engine owns it and advances it; checkpoints save it.
 
     Attributes:
         gradient_watch: counts the steps that were skipped.
-        loss_scaler: of fp16, else None.
+        loss_scaler: loss scale of fp16, else None.
         completed_steps: optimizer steps done.
-        rolled_back: when batches were left out the last time, in seconds since the epoch; 0: never.
-        folder: where the launcher keeps what this run writes; None outside of a launch.
+        rolled_back: time of the last rollback that left batches out, in seconds since the epoch; 0 for none.
+        folder: folder in which the launcher keeps the files of this run; None outside of a launch.
         stop: this rank's request to stop (`results.addend`); 0 for none.
-        owes_evaluation: one is due after the last step, and is not complete: under way, or left out because of a stop.
-        is_resumed: it was taken from a checkpoint, and no step has run since.
+        owes_evaluation: whether the evaluation after the last step is not complete: it runs, or a stop has left it out.
+        is_resumed: whether the run was restored from a checkpoint and no step has run since.
     """
 
     config: Config

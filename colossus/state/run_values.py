@@ -1,5 +1,8 @@
-"""What a run keeps beside tensors by logical name: its step, the loss scale, its place in the data, random generators,
-what hooks, modules and the strategy give as ``state_dict``."""
+"""State of a run that is no tensor with a logical name.
+
+That is its step, the loss scale, its place in the data, random generators, and what hooks, modules and the strategy
+return as ``state_dict``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ log = logging.getLogger("colossus.engine")
 
 
 def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
-    """What this rank adds, by path; each path is from one rank."""
+    """Return the values that this rank adds to a checkpoint, by path. Each path comes from one rank."""
     context, loaders = run.context, run.loaders
     values: dict[str, Any] = {f"ranks/{context.rank}/rng": _rng_state(context)}
     if _is_first_but_along(run, "pipeline"):
@@ -43,22 +46,27 @@ def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
             is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
             with _logged_by_one(context):
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
-    for replica in written_for(run):
-        done = {
+    for replica in written_prefixes(run):
+        progress = {
             "completed_steps": run.completed_steps,
             "rolled_back": run.rolled_back,
             "owes_evaluation": run.owes_evaluation,
             "learning_rate": next_rate.state(run.completed_steps),
         }
-        values[f"{replica}train"] = done | run.gradient_watch.state_dict()
+        values[f"{replica}train"] = progress | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
             values[f"{replica}loss_scale"] = run.loss_scaler.state_dict()
     return values | (replica_record(run) if context.is_logging_rank else {})
 
 
-def written_for(run: Run, *along: str) -> Iterator[str]:
-    """What is before the paths of values of which each replica may have its own, where this rank writes them: "" for
-    all, or the first; and where replicas have parameters of their own, the prefix of each.
+def written_prefixes(run: Run, *along: str) -> Iterator[str]:
+    """Yield the prefixes of the paths that this rank writes values under, of values that each replica may have.
+
+    "" is the prefix of all replicas, or of the first. Replicas with parameters of their own have one each, too.
+
+    Args:
+        run: the run.
+        along: axes along which every rank writes its own value.
     """
     if _is_first_but_along(run, *along):
         yield ""
@@ -67,13 +75,13 @@ def written_for(run: Run, *along: str) -> Iterator[str]:
 
 
 def _is_first_but_along(run: Run, *public: str) -> bool:
-    """Whether this rank is at 0 along all axes but those of some public names."""
+    """Return whether this rank has index 0 along all axes but those of some public names."""
     along = run.context.grid.axes(public)
     return all(at == 0 for axis, at in run.context.coordinates.items() if axis not in along)
 
 
 def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The values of a checkpoint, without those of other ranks, and of whole tensors, which their owners read."""
+    """Return the values of a checkpoint but for those of other ranks and of whole tensors, which their owners read."""
     values, own = {}, f"ranks/{rank}/"
     for path, value in reader.manifest.values.items():
         if f"optimizer{SUFFIX}/" not in path and (not path.startswith("ranks/") or path.startswith(own)):
@@ -94,7 +102,16 @@ def restore_run(
     *,
     same_plan: bool,
 ) -> None:
-    """Take it back, under any plan; ``same_plan``: this rank has the same place as when the values were saved."""
+    """Restore a run's progress, scale, strategy, modules, place in the data, hooks and generators, under any plan.
+
+    Args:
+        run: the run to restore.
+        hooks: its hooks.
+        step: step of the checkpoint.
+        values: decoded values of the checkpoint.
+        source: where this rank finds its state.
+        same_plan: whether this rank has the same coordinates as when the values were saved.
+    """
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
     run.completed_steps, run.rolled_back = train["completed_steps"], train.get("rolled_back", 0.0)
@@ -114,7 +131,7 @@ def restore_run(
         with _logged_by_one(context):
             _restore_place_in_data(run, values)
     _restore_hooks(hooks, values, context)
-    # last: what is restored above may draw
+    # last: restoring the parts above may draw random numbers
     if same_plan:
         _set_rng(values[f"ranks/{context.rank}/rng"], context)
     else:
@@ -123,7 +140,7 @@ def restore_run(
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with torch's ``get_extra_state``, by full name."""
+    """Return the modules with torch's ``get_extra_state``, by full name."""
     own = nn.Module.get_extra_state
     return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not own}
 
@@ -132,8 +149,11 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
-    """By the state of the same data rank where there are as many; else by that of the first, which only a loader of
-    one's own that gives each data rank its own batches can tell."""
+    """Restore the loader from the state of the same data rank, or of the first one where their number has changed.
+
+    The first rank's state is enough for our loaders; only a user's loader with batches per data rank would need the
+    others.
+    """
     assert run.loaders is not None
     size, loader = run.context.size("data"), run.loaders.train
     saved = sum(path.startswith("loader/") for path in values)
@@ -157,7 +177,7 @@ def _logged_by_one(context: ParallelContext) -> Iterator[None]:
 
 
 class SavedHook(Stateful, Protocol):
-    """A hook as a checkpoint sees it."""
+    """The part of a hook that a checkpoint needs."""
 
     def on_save(self, engine: Any) -> None: ...
 
@@ -167,7 +187,7 @@ class SavedHook(Stateful, Protocol):
 
 
 def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
-    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved."""
+    """Return the state of each hook of this rank that has one, by path; that of the first rank is saved."""
     for hook in hooks:
         hook.on_save(owner)
     states = {f"hooks/{name}": hook.state_dict() for name, hook in named_hooks(hooks)}
@@ -184,7 +204,7 @@ def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], contex
 
 
 def named_hooks(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
-    """By the name of the class; of several of one name by their number, too."""
+    """Yield hooks by the name of their class, with a number where several have the same."""
     count: Counter[str] = Counter()
     for hook in hooks:
         kind = type(hook).__qualname__
@@ -194,8 +214,8 @@ def named_hooks(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones. All else is drawn by keys, and needs the step alone.
-# Under another plan they are seeded from (seed, data rank, step), so that no number comes again.
+# Only the global generators are saved. All other random numbers are drawn by keys, and need the step alone.
+# Under another plan the global ones are seeded from (seed, data rank, step), so that no number repeats.
 
 
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
@@ -215,8 +235,7 @@ def _devices(context: ParallelContext) -> dict[str, torch.device]:
 
 
 def _set_rng(state: Mapping[str, Any], context: ParallelContext) -> None:
-    known = _devices(context)
-    devices = {kind: device for kind, device in known.items() if kind in state["torch"]}
+    devices = {kind: device for kind, device in _devices(context).items() if kind in state["torch"]}
     version, numbers, gauss = state["python"]
     of_torch = [state["torch"][kind] for kind in devices]
     GlobalRng(tuple(devices.values())).set_state((of_torch, (version, tuple(numbers.tolist()), gauss), state["numpy"]))

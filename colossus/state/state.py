@@ -24,7 +24,7 @@ from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
-from colossus.state.changed_training import NextRate, tell_changes
+from colossus.state.changed_training import NextRate, warn_of_changes
 from colossus.state.optimizer import (
     ParameterState,
     group_options,
@@ -40,8 +40,8 @@ from colossus.state.parameters import (
     ParameterBox,
     buffer_boxes,
     buffers_of,
-    known_weights,
     load_matched,
+    model_weights,
     require_same_model,
     warn_of_own_buffers,
 )
@@ -63,24 +63,26 @@ from colossus.state.run_values import (
     named_hooks,
     restore_run,
     run_values,
-    written_for,
+    written_prefixes,
 )
 from colossus.state.whole_state import load_whole, whole_boxes
 
-#: when reading fails although every byte had been read for the checksums
+#: added to an error of reading, although every byte had been read for the checksums
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
 
 
 class State:
-    """What a checkpoint saves of a run, and how it is taken back: parameters, buffers, optimizer, strategy, loss scale,
-    place in the data, random generators, hooks.
+    """The state of a run that a checkpoint saves, and how it is restored.
+
+    It has parameters, buffers, optimizer, strategy, loss scale, place in the data, random generators and hooks.
 
     Args:
-        owner: what hooks are called with: the engine.
+        run: the run.
+        owner: the engine, with which hooks are called.
 
     Attributes:
-        run: whose state it is.
-        hooks: whose ``state_dict`` belongs to the run.
+        run: the run whose state it is.
+        hooks: hooks whose ``state_dict`` belongs to the run.
     """
 
     def __init__(self, run: Run, owner: Any) -> None:
@@ -90,7 +92,7 @@ class State:
         #: the options of the optimizer's groups as it was made
         self._made = group_options(run.optimizer)
         self._next_rate = NextRate(run.config)
-        #: what came with the weights that were loaded, or that the model was made with
+        #: files and settings that came with the loaded weights, or with the model
         self._loaded = assets_of_model(run.model) if run.context.is_logging_rank else Assets()
 
     def about(self) -> About:
@@ -98,58 +100,60 @@ class State:
         grid, zero = run.context.grid, describe_zero(run.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
         tokenizer = getattr(run.loaders, "tokenizer", None)
-        held = TOKENIZER_FILE if TOKENIZER_FILE in assets.files else None
+        tokenizer_file = TOKENIZER_FILE if TOKENIZER_FILE in assets.files else None
         return About(
             run.completed_steps,
             {"axes": dict(grid.sizes), "text": f"{text}, {zero}" if zero else text, "num_ranks": grid.world_size},
             {**as_dict(run.config), **assets.config},
-            held if tokenizer is None else tokenizer.name,
+            tokenizer_file if tokenizer is None else tokenizer.name,
             assets.files,
         )
 
     @property
     def assets(self) -> Assets:
-        """What goes with the weights, on the first rank: what came with those that were loaded, as far as it is of the
-        tokenizer of the data; and that."""
+        """Assets of the weights, on the first rank.
+
+        They are those of the loaded weights, as far as they fit the tokenizer of the data, and that tokenizer.
+        """
         tokenizer = getattr(self.run.loaders, "tokenizer", None)
         if tokenizer is None:
             return self._loaded
-        kept = self._loaded.for_tokenizer(tokenizer.content)
-        return Assets(kept.config, {**kept.files, **tokenizer.files})
+        fitting = self._loaded.for_tokenizer(tokenizer.content)
+        return Assets(fitting.config, {**fitting.files, **tokenizer.files})
 
     def _read_assets(self, reader: CheckpointReader) -> Assets:
-        """What lies beside the weights of a checkpoint. Collective; the first rank writes it."""
+        """Return the assets beside the weights of a checkpoint, on the first rank, which writes them. Collective."""
         first = self.run.context.is_logging_rank
         return on_all_ranks(
             self._world,
             lambda: read_assets(reader.folder, reader.manifest.config) if first else Assets(),
-            tells_ranks=False,
+            names_ranks=False,
         )
 
     # -- saving -------------------------------------------------------------------------------------------
 
     def collect(self) -> RankState:
-        """What this rank adds to a checkpoint: views, no copies. Collective.
+        """Return what this rank adds to a checkpoint: views, no copies. Collective.
 
         Raises:
-            CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
+            CheckpointError: if a checkpoint cannot hold some state; on all ranks if a hook or a buffer has it.
         """
         run, rank = self.run, self.run.context.rank
         run.strategy.sync_point()
         buffers = buffers_of(run.model)
         values: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        kept_by_hooks: dict[str, ParameterState] = {}
+        hook_states: dict[str, ParameterState] = {}
 
         def prepare() -> dict[str, int]:
             with as_shards(), torch.no_grad():
-                of_hooks = hook_values(self.hooks, self._owner)
-                kept_by_hooks.update({name: hook.parameter_state() for name, hook in named_hooks(self.hooks)})
+                hook_dicts = hook_values(self.hooks, self._owner)
+                hook_states.update({name: hook.parameter_state() for name, hook in named_hooks(self.hooks)})
                 if rank == 0:
-                    values.update({path: encode(value, path, tensors) for path, value in of_hooks.items()})
-                held: dict[str, Any] = {name: entry.held for name, entry in buffers.items()}
-                is_alone = self._world.size == 1  # nobody to compare with, and no device to wait for
-                return {name: 0 if is_alone else zlib.crc32(host_bytes(held[name])) for name in held}
+                    values.update({path: encode(value, path, tensors) for path, value in hook_dicts.items()})
+                is_alone = self._world.size == 1  # no rank to compare with, and no device to wait for
+                named: dict[str, Any] = {name: entry.value for name, entry in buffers.items()}
+                return {name: 0 if is_alone else zlib.crc32(host_bytes(buffer)) for name, buffer in named.items()}
 
         checksums = gather_on_all_ranks(self._world, prepare)
         if run.strategy.exact and run.context.is_logging_rank:
@@ -159,13 +163,13 @@ class State:
             boxes = boxes_of(run)
             state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run))
             state.tensors += model_boxes(run, boxes)
-            self._add_per_parameter(state, boxes, kept_by_hooks)
+            self._add_per_parameter(state, boxes, hook_states)
             for name, entry in entries_of(run.model).items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
-            # of the optimizer of each pipeline stage: its class, and the options of its groups
+            # the class and the group options of each pipeline stage's optimizer
             stage = f"optimizer_groups/{run.context.index('pipeline')}"
             of_optimizer = optimizer_values(run.optimizer, self._made)
-            of_run = {f"{replica}{stage}": of_optimizer for replica in written_for(run, "pipeline")}
+            of_run = {f"{replica}{stage}": of_optimizer for replica in written_prefixes(run, "pipeline")}
             of_run |= run_values(run, self._next_rate)
             values.update({path: encode(value, path, tensors) for path, value in of_run.items()})
         state.tensors += [TensorBox.whole(key, tensor) for key, tensor in tensors.items()]
@@ -174,18 +178,16 @@ class State:
     def _add_per_parameter(
         self, state: RankState, boxes: list[ParameterBox], hooks: Mapping[str, ParameterState]
     ) -> None:
-        """What optimizer, strategy and hooks keep for each parameter."""
+        """Add the state that optimizer, strategy and hooks keep for each parameter."""
         run, own = self.run, replica_prefix(self.run.context.index("data"))
-        kept = {
+        sections = {
             "optimizer": (run.strategy.optimizer_state(run.optimizer), has_own_parameters(run)),
             "strategy": (run.strategy.parameter_state(), has_own_state(run)),
-            **{
-                f"{HOOK_STATE}/{name}": (of_hook, has_own_parameters(run)) for name, of_hook in hooks.items() if of_hook
-            },
+            **{f"{HOOK_STATE}/{name}": (params, has_own_parameters(run)) for name, params in hooks.items() if params},
         }
-        for section, (of_params, is_own) in kept.items():
+        for section, (params, is_own) in sections.items():
             where, by = (own + section, boxes_of(run, replicas_differ=True)) if is_own else (section, boxes)
-            state.tensors += state_boxes(where, of_params, by, state.values)
+            state.tensors += state_boxes(where, params, by, state.values)
         elsewhere = {id(run.store.stored(param)) for param in run.strategy.parts.counted_elsewhere}
         where = (own if has_own_parameters(run) else "") + "optimizer"
         state.tensors += whole_boxes(where, run.optimizer, elsewhere, state.values)
@@ -193,25 +195,25 @@ class State:
     # -- loading ------------------------------------------------------------------------------------------
 
     def restore(self, reader: CheckpointReader, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Go on where a checkpoint was saved, under any plan. Collective.
+        """Resume from a checkpoint, saved under any plan. Collective.
 
         Raises:
-            CheckpointError: on all ranks, before anything is changed: a file is corrupted, or the model another.
+            CheckpointError: on all ranks, before anything is changed, if a file is corrupted or the model is another.
         """
         run, world = self.run, self._world
         run.strategy.sync_point()
         if reader.manifest.is_weights_only:
             raise CheckpointError(
-                f"{reader.folder} has weights only, no optimizer and no place in the data: nothing can go on from it; "
+                f"{reader.folder} has weights only, no optimizer and no place in the data: no run can resume from it; "
                 f"checkpoint.weights, or run.checkpoints.load_weights, begins a run with them"
             )
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)
-            match = require_same_model(reader, known_weights(run.model, run.context))
+            match = require_same_model(reader, model_weights(run.model, run.context))
 
             def check() -> tuple[dict[str, Any], ReplicaSource]:
-                """What can be found wrong is found before anything is changed."""
+                """Find whatever can be wrong before anything is changed."""
                 values = decoded_values(reader, run.context.rank)
                 source = replica_source(values, run)
                 section = f"{source.optimizer}optimizer"
@@ -222,7 +224,7 @@ class State:
             assets = self._read_assets(reader)
             on_all_ranks(world, lambda: self._take(reader, match, boxes, values, source), _MIXED)
             self._loaded = assets
-            tell_changes(run, self._next_rate, reader, values)
+            warn_of_changes(run, self._next_rate, reader, values)
         torch.clear_autocast_cache()
 
     def _take(
@@ -234,20 +236,20 @@ class State:
         source: ReplicaSource,
     ) -> None:
         run, context = self.run, self.run.context
-        # each rank has the same place as then: sizes, and the order of axes
+        # ranks have the coordinates that they had: sizes and order of axes are the same
         same_plan = list(reader.manifest.plan.get("axes", {}).items()) == list(context.grid.sizes.items())
         own_rank = context.rank if same_plan and not source.is_average else None
         trained = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
-        of_trained = [box for box in boxes if id(box.parameter) in trained]
-        state = read_state(f"{source.optimizer}optimizer", reader, values, of_trained, run.optimizer.state)
+        trained_boxes = [box for box in boxes if id(box.parameter) in trained]
+        state = read_state(f"{source.optimizer}optimizer", reader, values, trained_boxes, run.optimizer.state)
         load_matched(reader, match, run.model, boxes, own_rank, source.own)
         saved = saved_optimizer(values, source.own)
         options = options_to_go_on(self._made, saved, is_logged=context.is_logging_rank)
         restore_optimizer(run.optimizer, state, options)
         load_whole(f"{source.optimizer}optimizer", reader, run.optimizer)
-        is_kept = source.strategy is not None
-        kept = read_state(f"{source.strategy}strategy", reader, values, boxes) if is_kept else {}
-        run.strategy.load_parameter_state(kept)
+        has_strategy = source.strategy is not None
+        strategy_state = read_state(f"{source.strategy}strategy", reader, values, boxes) if has_strategy else {}
+        run.strategy.load_parameter_state(strategy_state)
         run.strategy.parameters_loaded()
         for name, hook in named_hooks(self.hooks):
             section = f"{source.own}{HOOK_STATE}/{name}"
@@ -264,20 +266,20 @@ class State:
         grow: Sequence[str] = (),
         on_progress: Callable[[], None] = lambda: None,
     ) -> WeightMatch:
-        """Take parameters and buffers alone, see `match_weights`. Collective.
+        """Load parameters and buffers alone (`match_weights`). Collective.
 
         Raises:
-            CheckpointError: on all ranks, before anything is changed: a file is corrupted, a name or a shape does not
-                fit.
+            CheckpointError: on all ranks, before anything is changed, if a file is corrupted or a name or shape does
+                not fit.
         """
         run = self.run
         run.strategy.sync_point()
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)
-            known = known_weights(run.model, run.context)
+            weights = model_weights(run.model, run.context)
             try:
                 match = match_weights(
-                    known, reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename,
+                    weights, reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename,
                     grow=grow, shorten=getattr(getattr(run.model, "options", None), "positions_by_row", ()),
                     strict=strict,
                 )  # fmt: skip
@@ -286,7 +288,7 @@ class State:
             reader.verify(self._world, on_progress)
             assets = self._read_assets(reader) if only is None else self._loaded  # a part may know other tokens
             on_all_ranks(self._world, lambda: load_matched(reader, match, run.model, boxes, None), _MIXED)
-            if not run.strategy.exact:  # what is on its way, or an anchor, is of other weights
+            if not run.strategy.exact:  # messages under way and anchors belong to other weights
                 run.strategy.load_parameter_state({})
                 run.strategy.load_state_dict({})
             run.strategy.parameters_loaded()

@@ -49,8 +49,8 @@ def held_weights(engine: Engine) -> list[Held]:
     """This rank's boxes of all parameters, and its buffers."""
     found = list(held_parameters(engine, lambda param: param.data))
     for name, entry in buffers_of(engine.model).items():
-        assert isinstance(entry.held, Tensor)
-        found.append(Held(name, tuple((0, size) for size in entry.shape), entry.held.detach().cpu().clone()))
+        assert isinstance(entry.value, Tensor)
+        found.append(Held(name, tuple((0, size) for size in entry.shape), entry.value.detach().cpu().clone()))
     return found
 
 

@@ -55,7 +55,7 @@ def test_damage_is_named_and_passed_over(root: Path, damage: Damage, caplog: pyt
 def test_latest_names_what_is_not_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(root / "step-00000002")
     assert latest_step(root, 2) == 1
-    assert "latest names 'step-00000002', which is not there: taking the newest" in caplog.text
+    assert "latest names 'step-00000002', which does not exist: taking the newest" in caplog.text
     for text in (b"", b"\0\0\0", b"\xff\xfe", b"../../etc", b"step-00000001/../step-00000001"):
         (root / "latest").write_bytes(text)
         assert latest_step(root, 2) == 1
@@ -79,10 +79,10 @@ def test_the_newest_was_saved_last_whatever_times_files_have(root: Path, has_lat
 def test_a_run_that_goes_on_from_an_older_one_says_what_it_will_remove(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder.go_on_from(root / "step-00000002", 3)
+    folder.resume_from(root / "step-00000002", 3)
     assert not caplog.records
-    folder.go_on_from(root / "step-00000001", 3)
-    assert "goes on from step-00000001, but holds newer checkpoints: step-00000002." in caplog.text
+    folder.resume_from(root / "step-00000001", 3)
+    assert "from step-00000001, but the folder has newer checkpoints: step-00000002." in caplog.text
     assert "checkpoint.keep_last = 3" in caplog.text
     assert latest_step(root, 2) == 1
 

@@ -91,8 +91,8 @@ def loads(rank: int, save: dict[str, Any], load: dict[str, Any], root: str) -> N
     # errors are the same on all ranks, and nothing is changed
     engine = made(load, seed=9)
     for wrong, said in (
-        (dict(only=["block.*"]), r"only: 'block\.\*' meets no parameter of the model"),
-        (dict(rename={"blcks": "x"}), r"rename: 'blcks' meets no name of the checkpoint"),
+        (dict(only=["block.*"]), r"only: 'block\.\*' matches no parameter of the model"),
+        (dict(rename={"blcks": "x"}), r"rename: 'blcks' matches no name of the checkpoint"),
         (dict(rename={"blocks.0": "stack.0"}), r"missing there: blocks\.0\.\S+ .*not in this model"),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -40,7 +40,7 @@ def test_renames(rename: Any, wanted: list[str | None]) -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"block": "layers"}, r"rename: 'block' meets no name of the checkpoint"),
+        ({"block": "layers"}, r"rename: 'block' matches no name of the checkpoint"),
         ({"blocks.*.up.*": "layers.*"}, r"'blocks\.\*\.up\.\*' has 2 stars, 'layers\.\*' has 1"),
     ],
 )

@@ -175,5 +175,5 @@ def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: 
                 assert torch.equal(state[key], states[0][key]), key
             assert any(key.startswith("strategy.") for key in state) == is_alike
             assert not is_alike or state[""] == states[0][""]
-            what = f"the optimizer of the first; what the strategy has kept is {'' if is_alike else 'not '}taken"
+            what = f"the optimizer of the first; the state of the strategy is {'' if is_alike else 'not '}taken"
             assert (what in "".join(told)) == (rank == 0)

@@ -112,7 +112,7 @@ def test_out_of_a_folder_one_by_one(saved: tuple[Path, dict[str, float]]) -> Non
 
 
 def test_what_is_wrong_is_told_before_anything_is_read(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'block\.\*' meets no name"):
+    with pytest.raises(CheckpointError, match=r"'block\.\*' matches no name"):
         stream_saved_state_dict(saved[0] / "2d", only=["block.*"])
     with pytest.raises(CheckpointError, match="there is no such folder"):
         read_state_dict(tmp_path / "absent")

@@ -108,7 +108,7 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "fp16") == 2
         told = capsys.readouterr().err
         assert "key.bias" in told
-        assert "has numbers above 65504, where float16 ends: they would be infinity; take bf16" in told
+        assert "has numbers above 65504, the largest of float16: they would be infinity; use bf16" in told
         assert not (tmp_path / to).exists()
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
             2,
             "such as 500MB or 5GB, got '5 ban",
         ),
-        ((source, source, "--to", "hf"), 2, f"{source}: is there already"),
+        ((source, source, "--to", "hf"), 2, f"{source}: exists already"),
         ((source, source / "config.json" / "x", "--to", "hf"), 2, "cannot be written: Not a directory"),
     ):
         assert convert(*words) == code, words

@@ -20,7 +20,7 @@ from colossus.monitor.hooks.options import HistogramsOptions
 from colossus.monitor.hooks.tracker import Histogram, Tracker
 from colossus.monitor.row_file import RowFile
 from colossus.schedule.executor import StepObserver
-from colossus.state.parameters import known_weights
+from colossus.state.parameters import model_weights
 from colossus.state.replicas import boxes_of
 
 #: of so many at once torch counts in float32
@@ -50,7 +50,7 @@ class Histograms(Hook, StepObserver):
         engine.observers.append(self)
         self._group = context.group(engine.strategy.summed_axes)
         #: of all ranks; those of buffers stay without numbers
-        self._names = list(known_weights(engine.model, context))
+        self._names = list(model_weights(engine.model, context))
         self._boxes = boxes_of(run, replicas_differ=not engine.strategy.exact)
         if context.is_logging_rank:
             path, checkpoints = self.options.path, engine.checkpoints

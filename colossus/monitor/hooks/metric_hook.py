@@ -38,7 +38,8 @@ class MetricHook(Hook):
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
         """Whether a value is better than another by more than ``min_delta``; NaN is not, all else is better than
-        None."""
+        None.
+        """
         if other is None:
             return value == value
         return value < other - min_delta if self.options.mode == "min" else value > other + min_delta

@@ -178,7 +178,8 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def charts_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The same by the names that trackers group by: ``train/loss``, ``validation/loss``; what is of one replica alone
-    is ``train/replica_0/loss``."""
+    is ``train/replica_0/loss``.
+    """
     found = {}
     for name, number in numbers_of(row).items():
         if "validation_" in name:
