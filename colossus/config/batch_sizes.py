@@ -1,4 +1,4 @@
-"""The global batch by step: of one size, or growing at the beginning of a run. No torch."""
+"""The global batch of each step: of one size, or growing at the beginning of a run. No torch."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from colossus.config.section import Count, Section
 
 
 class BatchRamp(Section):
-    """The global batch grows from ``start`` to ``train.global_batch_size``."""
+    """A global batch that grows from ``start`` to ``train.global_batch_size``."""
 
     #: sequences of the first step
     start: Count
-    #: steps over which it grows, by equal numbers of steps at each size; from then on it is ``global_batch_size``
+    #: steps over which the batch grows, with equally many steps at each size; later it is ``global_batch_size``
     steps: Count
-    #: sequences by which it grows at a time; by default ``start``
+    #: sequences that are added at a time; by default ``start``
     increment: Count = Field(default_factory=lambda values: values["start"])
 
     def __str__(self) -> str:
         return f"the batch begins with {self.start} and grows by {self.increment} at a time, up to step {self.steps}"
 
     def require_end(self, full: int) -> None:
-        """That it comes to a batch of this size.
+        """Raise ValueError unless the ramp ends at a batch of this size.
 
-        Raises:
-            ValueError: with the nearest increments that do.
+        The message has the nearest increments that do.
         """
         rest = full - self.start
         if rest <= 0:
             raise ValueError(f"batch_ramp.start = {self.start} is not below global_batch_size = {full}")
         if rest % self.increment:
-            divisors = [each for each in range(1, rest + 1) if rest % each == 0]
-            near = [each for each in divisors if each < self.increment][-1:]
-            near += [each for each in divisors if each > self.increment][:1]
+            divisors = [number for number in range(1, rest + 1) if rest % number == 0]
+            near = [number for number in divisors if number < self.increment][-1:]
+            near += [number for number in divisors if number > self.increment][:1]
             raise ValueError(
                 f"batch_ramp.increment = {self.increment} does not divide global_batch_size {full} - start "
                 f"{self.start} = {rest}; nearest: {either(near)}"
             )
 
     def plan_problems(self, full: int, data: int, microbatches: int, ways: int) -> list[str]:
-        """Which of its numbers are not of whole microbatches, as a plan cuts a batch of size ``full``.
+        """Return a line for each number that is no multiple of a microbatch under a plan.
 
         Args:
+            full: size of the full batch.
+            data: data ranks.
+            microbatches: microbatches of a step.
             ways: shards into which a tensor mode splits a batch.
         """
         unit = full // microbatches
@@ -63,13 +65,15 @@ class BatchRamp(Section):
 
 
 class BatchSizes:
-    """Samples of the global batch of each step, from 0. A function of the config alone, not of the plan.
+    """Samples of the global batch of each step, counted from 0. They depend on the config alone, not on the plan.
 
     Args:
-        shift: samples that were read before beyond what steps of these sizes take: a run is resumed with other sizes.
+        full: size of the full batch.
+        ramp: the ramp; None for one size.
+        shift: samples that were read beyond those of steps of these sizes, by a run that is resumed with other sizes.
 
     Attributes:
-        full: of the whole batch.
+        full: size of the full batch.
         full_from: the first step that has it.
         all: every size, ascending.
     """
@@ -80,16 +84,16 @@ class BatchSizes:
         if ramp is not None:
             self._start, self._increment = ramp.start, ramp.increment
             number = (full - ramp.start) // ramp.increment
-        #: the steps from which each increment counts
+        #: the first step of each increment
         self._grows = [-(-times * ramp.steps // number) for times in range(1, number + 1)] if ramp is not None else []
         self.full_from = self._grows[-1] if self._grows else 0
         self.all = sorted({self._start, *map(self.at, self._grows)})
 
     def at(self, step: int) -> int:
-        """Of a step."""
+        """Return the samples of a step."""
         return self._start + self._increment * bisect_right(self._grows, step)
 
     def before(self, step: int) -> int:
-        """Of all steps before it together: the place in the data at which it begins."""
+        """Return the samples of all steps before this one: the position in the data at which it begins."""
         grown = sum(max(0, step - first) for first in self._grows)
         return self._shift + self._start * step + self._increment * grown

@@ -1,4 +1,4 @@
-"""Options of named components, ``dict(type=.., **options)``: their names and their ranges, checked without torch.
+"""Options of named components, ``dict(type=.., **options)``: their names and ranges, checked without torch.
 
 A misspelt ``optimizer.weight_decya`` should be found before processes start. Built-in components live in modules that
 import torch, so their source is parsed instead of run; registered classes and callables are inspected.
@@ -32,12 +32,12 @@ from colossus.registry import (
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
-#: what an optimizer gets from the engine, and from no config
-_GIVEN = ("params", "holders", "named_parameters")
+#: arguments of an optimizer that the engine passes, and no config
+_FROM_ENGINE = ("params", "holders", "named_parameters")
 
 
 def is_text(kind: Any) -> bool:
-    """Whether ``data.type``, a name or the class itself, is one of `BYTE_DATASETS`."""
+    """Return whether ``data.type``, a name or the class itself, is one of `BYTE_DATASETS`."""
     if isinstance(kind, str):
         return kind in BYTE_DATASETS
     module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
@@ -45,52 +45,52 @@ def is_text(kind: Any) -> bool:
 
 
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
-    """One line for each option of ``named`` that its component does not take, or not with this value."""
-    known = parameters(named.type, registry)
-    if known is not None and registry is OPTIMIZERS:
-        known = [name for name in known if name not in _GIVEN]
+    """Return a line for each option of ``named`` that its component does not have, or not with this value."""
+    accepted = parameters(named.type, registry)
+    if accepted is not None and registry is OPTIMIZERS:
+        accepted = [name for name in accepted if name not in _FROM_ENGINE]
     reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
-    names = _unknown(key, named, [*known, *reading]) if known is not None else []
+    names = _unknown(key, named, [*accepted, *reading]) if accepted is not None else []
     values = _range_problems(key, named.type, named.options, registry)
     problems = names + values
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
-        of_rule = f"{key}.groups.{number}"
-        of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
-        of_class = [name for name in known or () if name != "lr"]
-        names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
-        together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
-        problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
+        rule_key = f"{key}.groups.{number}"
+        group_options = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
+        class_options = [name for name in accepted or () if name != "lr"]
+        names = _unknown(rule_key, rule, [*class_options, *group_options]) if accepted is not None else []
+        together = _range_problems(rule_key, named.type, {**named.options, **rule.options}, registry)
+        problems += names + [problem for problem in together if problem.replace(rule_key, key, 1) not in values]
     return problems
 
 
-def _unknown(key: str, section: Named | GroupRule, known: Sequence[str]) -> list[str]:
-    known = list(dict.fromkeys([*type(section).model_fields, *known]))
-    wrong = [option for option in section.options if option not in known]
-    return [f"{key}.{option}: {unknown_key(f'{key}.{option}', known)}" for option in wrong]
+def _unknown(key: str, section: Named | GroupRule, accepted: Sequence[str]) -> list[str]:
+    accepted = list(dict.fromkeys([*type(section).model_fields, *accepted]))
+    wrong = [option for option in section.options if option not in accepted]
+    return [f"{key}.{option}: {unknown_key(f'{key}.{option}', accepted)}" for option in wrong]
 
 
 # -- names ----------------------------------------------------------------------------------------------------
 
 
 def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
-    """Names of the arguments a component can take, or None when it takes any or they are not known."""
+    """Return the names of a component's arguments, or None if it accepts any or they are unknown."""
     component = registry._entries.get(kind) if isinstance(kind, str) else kind
     if component is None:
         module, _, name = registry._builtin.get(str(kind), "").partition(":")
         return _parsed(module, name) if name else None
     try:
-        found = inspect.signature(component).parameters.values()
+        arguments = inspect.signature(component).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in arguments):
         return None
-    return [parameter.name for parameter in found if parameter.kind is not parameter.POSITIONAL_ONLY]
+    return [parameter.name for parameter in arguments if parameter.kind is not parameter.POSITIONAL_ONLY]
 
 
 @cache
 def _parsed(module: str, name: str) -> list[str] | None:
     top, *below = module.split(".")
-    spec = importlib.util.find_spec(top)  # of the whole name, it would import the packages around it
+    spec = importlib.util.find_spec(top)  # find_spec of the whole name would import its parent packages
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
@@ -122,7 +122,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Ranges(Section):
-    """What values options may have, wherever a component takes them."""
+    """The ranges of options, for any component that has them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -139,7 +139,7 @@ class _Optimizer(_Ranges):
 
 
 class _Exact(_Optimizer):
-    """Of those that look at whole parameters."""
+    """Options of optimizers that need whole parameters."""
 
     momentum: Beta = 0.9
 
@@ -167,7 +167,7 @@ _EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LA
 
 
 class _TableOptimizer(_Optimizer):
-    """Of tables with sparse gradients."""
+    """Options of an optimizer of tables with sparse gradients."""
 
     weight_decay: Annotated[float, _only(0, "must be 0: rows that a step has not looked up would not decay")] = 0.0
     amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False

@@ -57,9 +57,10 @@ class ConfigError(ValueError):
 
 
 def explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Full key path -> what is wrong with it, for every problem in ``error``.
+    """Return the problems of ``error`` by full key path.
 
     Args:
+        error: an error of the validator.
         root: the section class that was validated.
         prefix: the key path of that section, empty for the whole file.
     """
@@ -85,39 +86,41 @@ def explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> 
     return problems
 
 
-def unknown_key(path: str, known: list[str], root: type[BaseModel] | None = None) -> str:
-    """What to say of a key that the section does not have: the nearest one, and all of them.
+def unknown_key(path: str, keys: list[str], root: type[BaseModel] | None = None) -> str:
+    """Return the message for a key that a section does not have: the nearest key, and all of them.
 
     Args:
-        root: of all sections, one of which may have a key of that name.
+        path: path of the key.
+        keys: keys of the section.
+        root: the whole schema, of which another section may have the key.
     """
     section, _, key = path.rpartition(".")
-    close = nearest(key, known)
+    close = nearest(key, keys)
     suggestion = (_path_of(key, root) if root is not None else None) or (close and f"{section}.{close}".lstrip("."))
     hint = f"; did you mean {suggestion}?" if suggestion else ";"
-    return f"no such key{hint} known keys{' of ' + section if section else ''}: {', '.join(known)}"
+    return f"no such key{hint} known keys{' of ' + section if section else ''}: {', '.join(keys)}"
 
 
 def _path_of(key: str, section: type[BaseModel], prefix: str = "") -> str | None:
-    """The full path of a key in the first section that has it; sections share ``type`` and ``size``, say."""
+    """Return the full path of a key in the first section that has it; None for keys of many sections (``type``)."""
     for name, field in section.model_fields.items():
         inner = subsection(field.annotation)
         if name == key and key not in ("type", "size", "mode", "every"):
             return prefix + name
-        if inner is not None and (found := _path_of(key, inner, f"{prefix}{name}.")):
-            return found
+        if inner is not None and (path := _path_of(key, inner, f"{prefix}{name}.")):
+            return path
     return None
 
 
 def brief(value: Any) -> str:
-    """``repr`` of a value, cut to one short line."""
+    """Return the ``repr`` of a value, cut to one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def subsection(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as ``Train``, ``Model | None`` or ``Annotated[...]``."""
+    """Return the section class inside an annotation such as ``Train``, ``Model | None`` or ``Annotated[...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (subsection(inner) for inner in typing.get_args(annotation))
-    return next((section for section in found if section is not None), None)
+    sections = (subsection(inner) for inner in typing.get_args(annotation))
+    return next((section for section in sections if section is not None), None)

@@ -1,4 +1,4 @@
-"""The section ``launch``: what the launcher does when a rank fails. No torch."""
+"""The section ``launch``: how the launcher reacts when a rank fails. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from colossus.config.section import Count, CountOrZero, Positive, Seconds, Secti
 
 
 class RestartsSection(ShortSection):
-    """A bare number is ``max``."""
+    """Limits of restarts. A bare number is ``max``."""
 
-    #: restarts after which the next failure ends the run; 0: the first does
+    #: restarts after which the next failure ends the run; 0: the first failure ends it
     max: CountOrZero
-    #: the time in which these may be, "1h" or "30m", say; None: the whole run
+    #: time in which these restarts are counted, for example "1h" or "30m"; None: the whole run
     within: Annotated[Positive, BeforeValidator(parse_seconds)] | None = None
 
     @classmethod
@@ -24,10 +24,10 @@ class RestartsSection(ShortSection):
 
 
 class Launch(Section):
-    #: how often `colossus launch` starts the ranks again after one has failed, from the newest checkpoint: a number, or
+    #: how often `colossus launch` restarts the ranks from the newest checkpoint after one has failed: a number, or
     #: dict(max=3, within="1h"); None: a failure ends the run
     restarts: RestartsSection | None = None
-    #: the fewest processes with which a run may go on; None: their number is fixed
+    #: fewest processes with which a run may continue; None: their number is fixed
     min_processes: Count | None = None
-    #: of --nnodes MIN:MAX: how long a run waits for more nodes than the fewest before it goes on without them
+    #: with --nnodes MIN:MAX, seconds that a run with MIN nodes or more waits for others before it continues
     rejoin_seconds: Seconds = 30.0

@@ -1,5 +1,6 @@
-"""The learning rate as a function of the step, from ``lr_schedule``: warm-up, and behind it a shape. No torch but for
-a scheduler of torch's.
+"""The learning rate as a function of the step, from ``lr_schedule``: a warm-up and a shape.
+
+No torch, unless the schedule is a scheduler of torch.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from colossus.config.errors import brief, explain
 from colossus.config.schema import Config, LRSchedule
 from colossus.registry import LR_SCHEDULES
 
-#: what a shape may be called with, beside its options
+#: arguments that a shape may have beside its options
 _PLACE = ("progress", "min_ratio", "step", "schedule_steps", "warmup_steps", "lr")
 
-#: steps of a scheduler of torch's that a check runs, where each takes some 10 us
+#: most steps of a torch scheduler that a check runs; each takes some 10 us
 _LOOK_AHEAD = 10_000
 
 
 class LearningRates:
     """The learning rate of each step.
 
-    A shape is called as f(progress, min_ratio, **options), with the progress from 0 behind the warm-up to 1 at the end
-    of the schedule, and gives the part of ``optimizer.lr``. Of ``step`` (of the run, from 0), ``schedule_steps``,
-    ``warmup_steps`` and ``lr`` it gets those that it names, too. What takes an ``optimizer`` first is no shape: it
-    makes a scheduler of torch's (`_TorchScheduler`).
+    A shape is called as f(progress, min_ratio, **options) and returns a factor of ``optimizer.lr``. The progress is 0
+    after
+    the warm-up and 1 at the end of the schedule. A shape also receives those of ``step`` (of the run, from 0),
+    ``schedule_steps``, ``warmup_steps`` and ``lr`` that it has as arguments. A callable whose first argument is
+    ``optimizer`` is no shape: it makes a scheduler of torch (`_TorchScheduler`).
+
+    Args:
+        config: config of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,29 +51,32 @@ class LearningRates:
         self._options = {name: value for name, value in place.items() if name in names} | schedule.options
 
     def at(self, step: int) -> float:
-        """Of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        """Return the learning rate of a step, counted from 0: a linear warm-up, then the schedule's shape."""
         if step < self._warmup_steps:
             return self._peak * (step + 1) / self._warmup_steps
         return self._peak * self.part(step)
 
     def progress(self, step: int) -> float:
-        """How much of the schedule behind the warm-up is over, 0 to 1."""
+        """Return the part of the schedule after the warm-up that is over, 0 to 1."""
         return min(1.0, (step - self._warmup_steps) / max(1, self._end - self._warmup_steps))
 
     def part(self, step: int) -> Any:
-        """Of a step behind the warm-up: what the shape gives."""
+        """Return the value of the shape at a step after the warm-up."""
         options = {"step": step, **self._options} if self._takes_step else self._options
         return self._shape(self.progress(step), self._min_ratio, **options)
 
 
 def makes_scheduler(shape: Callable[..., Any]) -> bool:
-    """Whether it is a class of torch's schedulers, or a function that makes one."""
+    """Return whether it is a class of torch's schedulers, or a function that makes one."""
     return _parameters(shape)[:1] == ["optimizer"]
 
 
 class _TorchScheduler:
-    """A scheduler of torch's as a shape: it runs ahead on an optimizer of one parameter, and its learning rates are
-    kept. So it has no state to save, and a run goes on under any plan. What else it sets (momentum) is not used.
+    """A scheduler of torch as a shape.
+
+    It runs ahead on an optimizer of one parameter, and its learning rates are stored. So it has no state to save, and a
+    run
+    resumes under any plan. Other options that it changes (momentum) are not used.
 
     Args:
         make: called as f(optimizer, **options).
@@ -78,14 +86,14 @@ class _TorchScheduler:
         self._make = make
         self._optimizer: Any = None
         self._scheduler: Any = None
-        #: of the steps behind the warm-up
+        #: learning rates of the steps after the warm-up
         self._rates = array("d")
 
     def __call__(
         self, progress: float, min_ratio: float, step: int, warmup_steps: int, lr: float, **options: Any
     ) -> float:
         if min_ratio:
-            raise ValueError("min_ratio is of shapes: a scheduler of torch's has an end of its own, as eta_min")
+            raise ValueError("min_ratio is for shapes: a scheduler of torch has an end of its own, such as eta_min")
         if self._scheduler is None:
             self._start(lr, options)
         while len(self._rates) <= step - warmup_steps:
@@ -98,7 +106,7 @@ class _TorchScheduler:
         import torch
 
         class OneParameter(torch.optim.Optimizer):
-            """Without the constructor of its base, which imports torch._dynamo: 1.6 s on each rank."""
+            """An optimizer that does not run the constructor of its base, which imports torch._dynamo (1.6 s)."""
 
             def __init__(self) -> None:
                 self.defaults = {"lr": lr, "momentum": 0.9}  # some schedulers refuse an optimizer without a momentum
@@ -114,22 +122,23 @@ class _TorchScheduler:
         except TypeError as error:
             raise ValueError(
                 f"its step is called without arguments ({error}): a learning rate is a function of the step here, the "
-                f"same on all ranks and after a resume; take a scheduler that counts steps"
+                f"same on all ranks and after a resume; use a scheduler that counts steps"
             ) from None
         self._optimizer.step()  # torch warns of a scheduler that steps before
         self._scheduler = scheduler
 
 
-# -- what is wrong with one ---------------------------------------------------------------------------------------
+# -- problems of a schedule ---------------------------------------------------------------------------------------
 
 
-class _Known(LRSchedule):
+class _Strict(LRSchedule):
     model_config = ConfigDict(extra="forbid")
 
 
 def learning_rate_problems(config: Config) -> list[str]:
-    """What is wrong with the options of ``lr_schedule``, or with what it gives for the first steps behind the warm-up,
-    those in the middle, and the last.
+    """Return the problems of ``lr_schedule``: its options, and its values at some steps.
+
+    The steps are the first after the warm-up, one in the middle, and the last.
     """
     schedule, shape = config.lr_schedule, _component(config.lr_schedule)
     is_ours = str(getattr(shape, "__module__", "")).startswith("colossus.")
@@ -144,21 +153,21 @@ def learning_rate_problems(config: Config) -> list[str]:
     if makes_scheduler(shape):
         last = min(last, first + _LOOK_AHEAD)
     for step in (first, (first + last) // 2, last):
-        did = ""
+        behaviour = ""
         try:
             part = rates.part(step)
             if not isinstance(part, SupportsFloat) or not float(part) >= 0:
-                did = f"returns {brief(part)}"
+                behaviour = f"returns {brief(part)}"
         except Exception as error:
             if is_ours or makes_scheduler(shape):
                 name = "" if is_ours else f"{getattr(shape, '__name__', shape)}: "
                 return [f"lr_schedule: {name}{error}"]
-            did = f"raises {type(error).__name__}: {error}"
-        if did:
+            behaviour = f"raises {type(error).__name__}: {error}"
+        if behaviour:
             return [
                 f"lr_schedule.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and "
                 f"returns the learning rate as a part of optimizer.lr, 0 or more; at progress {rates.progress(step):g} "
-                f"it {did}"
+                f"it {behaviour}"
             ]
     return []
 
@@ -176,11 +185,11 @@ def _parameters(shape: Callable[..., Any]) -> list[str]:
 
 @cache
 def _section_of(shape: Callable[..., Any]) -> type[LRSchedule]:
-    """The section ``lr_schedule`` with the options of one of our shapes, as its signature has them."""
+    """Return the section ``lr_schedule`` with the options of one of our shapes, from its signature."""
     kinds = typing.get_type_hints(shape, include_extras=True)
     options: dict[str, Any] = {
         name: (kinds[name], ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in inspect.signature(shape).parameters.items()
         if name not in _PLACE
     }
-    return create_model("LRSchedule", __base__=_Known, **options)
+    return create_model("LRSchedule", __base__=_Strict, **options)

@@ -1,4 +1,4 @@
-"""From a Python file (or a dict) and overrides to a checked `Config`."""
+"""Loading: from a Python file or a dict, and overrides, to a checked `Config`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def load_config(
     *,
     choose: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """Run a config file, lay the overrides over it, validate it and fit it to the number of processes.
+    """Run a config file, apply the overrides, validate it and fit it to the number of processes.
 
     Args:
         config: path of a Python file whose top-level names are the sections, or a mapping of sections.
         overrides: ``section.key=value`` strings; they win over the file.
         nproc: number of processes of the whole run; None takes the product of the sizes.
-        choose: gives a plan to a config, that of ``parallel.auto`` say, before its sizes are checked; None refuses a
-            plan that is left open.
+        choose: returns a config with a plan, for example of ``parallel.auto``, before sizes are checked; None refuses a
+            config without a plan.
 
     Returns:
         The config, with ``parallel.data`` a number and ``name`` set.
@@ -57,14 +57,14 @@ def load_config(
             loaded = choose(loaded)
         loaded = resolve_sizes(loaded, nproc)
     except ConfigError as error:
-        # The cause stays attached, so that a traceback of the user's own file can still be printed.
+        # the cause stays attached, so that a traceback of the user's own file can still be printed
         raise ConfigError(error.problems, source) from error.__cause__
     loaded._source = source
     return loaded
 
 
 def validate(values: Mapping[str, Any]) -> Config:
-    """The schema's view of ``values``.
+    """Return a config of these sections.
 
     Raises:
         ConfigError: one problem per wrong key.
@@ -79,7 +79,8 @@ def read_file(path: Path) -> dict[str, Any]:
     """Run the file and return its sections.
 
     Modules beside the file can be imported, also later (`put_on_path`). Names with a leading underscore, imported
-    names, modules, functions and classes are the file's own business; any other name that is no section is an error.
+    names,
+    modules, functions and classes are the file's own business; any other name that is no section is an error.
     """
     text = _read(path)
     try:
@@ -91,7 +92,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{line}{type(error).__name__}: {reason}") from error
 
     put_on_path(str(path.parent))
-    # A real module, so that classes of the file can be inspected, and pickled for processes that import it.
+    # a real module, so that classes of the file can be inspected, and pickled for processes that import it
     module = ModuleType(module_name(path))
     module.__file__ = str(path.resolve())
     sys.modules[module.__name__] = module
@@ -115,7 +116,7 @@ def _read(path: Path) -> str:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """The line of the config file in which ``error`` was raised, and where below that if it was deeper."""
+    """Return the message of ``error`` with the line of the config file, and the line in another file that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.lineno for frame in frames if frame.filename == str(path)]
     is_deeper = bool(own) and frames[-1].filename != str(path)
@@ -126,13 +127,13 @@ def _where(error: BaseException, path: Path) -> str:
 
 def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    known = list(Config.model_fields)
+    sections = list(Config.model_fields)
     values, problems = {}, []
     for name, value in namespace.items():
-        if name in known:
+        if name in sections:
             values[name] = value
         elif name in assigned and not (name.startswith("_") or callable(value) or isinstance(value, ModuleType)):
-            message = unknown_key(name, known, Config)
+            message = unknown_key(name, sections, Config)
             problems.append(f"{name}: {message} (start the names of helpers with an underscore: _{name})")
     if problems:
         raise ConfigError(problems)
@@ -143,11 +144,12 @@ def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
 
 
 def resolve_model(config: Config) -> Config:
-    """Of ``model = dict(type="hf", path=...)``: the config with the model that is in that folder, its weights unless
-    ``checkpoint.weights`` is given, and its tokenizer for text.
+    """Return the config with the model in the folder that ``model = dict(type="hf", path=...)`` names.
+
+    It has the folder's weights, unless ``checkpoint.weights`` is set, and its tokenizer for text.
 
     Raises:
-        ConfigError: when the source has no such model.
+        ConfigError: if the source has no such model.
     """
     model, weights, tokenizer = config.model, config.checkpoint.weights, None
     if model is not None and isinstance(model.type, str) and model.type in MODEL_SOURCES:
@@ -159,18 +161,20 @@ def resolve_model(config: Config) -> Config:
         if path is not None and (weights is None or not weights.path):
             weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
     if weights is not None and not weights.path:
-        raise ConfigError('checkpoint.weights.path: is missing; of model = dict(type="hf", path=...) alone it is known')
+        raise ConfigError('checkpoint.weights.path: is missing; only model = dict(type="hf", path=...) implies it')
     checkpoint = config.checkpoint.model_copy(update={"weights": weights})
     config = config.model_copy(update={"model": model, "checkpoint": checkpoint})
     return config if tokenizer is None else with_tokenizer(config, tokenizer)
 
 
 def with_tokenizer(config: Config, path: str) -> Config:
-    """The config whose text, also that of ``data.validation``, becomes ids by a model's own tokenizer, where it names
-    none; ``tokenizer="bytes"`` names one.
+    """Return the config with a tokenizer for its text, and for that of ``data.validation``, where it names none.
+
+    ``tokenizer="bytes"`` names one.
 
     Args:
-        path: of the tokenizer.json, or of a folder with it.
+        config: a config.
+        path: path of the tokenizer.json, or of a folder with it.
     """
     data = config.data
     if not isinstance(data, Named):
@@ -179,11 +183,11 @@ def with_tokenizer(config: Config, path: str) -> Config:
 
 
 def _filled(data: dict[str, Any], path: str) -> dict[str, Any]:
-    out, validation = dict(data), data.get("validation")
+    filled, validation = dict(data), data.get("validation")
     if is_text(data["type"]) and data.get("tokenizer") is None:
-        out["tokenizer"] = path
-    if isinstance(validation, Mapping) and "type" in validation:  # else its options are laid over these
-        out["validation"] = _filled(dict(validation), path)
+        filled["tokenizer"] = path
+    if isinstance(validation, Mapping) and "type" in validation:  # else it is this dataset with other options
+        filled["validation"] = _filled(dict(validation), path)
     elif is_text(validation):
-        out["validation"] = {"type": validation, "tokenizer": path}
-    return out
+        filled["validation"] = {"type": validation, "tokenizer": path}
+    return filled

@@ -1,5 +1,6 @@
-"""Whether a plan fits: its names against the registries, its sizes against processes, model and batch, and the nearest
-plans that do. No torch.
+"""Checks of a plan: its names against the registries, its sizes against processes, model and batch. No torch.
+
+An error has the nearest plans that fit.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ from colossus.registry import (
 
 
 def check_names(config: Config) -> None:
-    """Every ``type`` is registered, can be imported, or is a callable, and takes the options it is given.
+    """Raise ConfigError unless every ``type`` exists and has the options that are set.
 
-    Raises:
-        ConfigError: with the nearest registered name, or the nearest option.
+    A type is a registered name, can be imported, or is a callable. The error has the nearest registered name or option.
     """
-    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # whose classes check them
+    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # the option classes check these
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
@@ -77,7 +77,7 @@ def check_names(config: Config) -> None:
 
 
 def strategy_options(config: Config) -> Any:
-    """The checked options of the data-parallel strategy (`data_parallel.options`), or None where it declares none.
+    """Return the checked options of the data-parallel strategy (`data_parallel.options`); None if it declares none.
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
@@ -86,10 +86,12 @@ def strategy_options(config: Config) -> Any:
 
 
 def model_options(config: Config) -> Any:
-    """The checked options of the model, or None for models that declare none (callables, a user's own).
+    """Return the checked options of the model; None if it declares none (callables, a user's own).
 
-    They answer ``check(parallel)``: problems of the sizes under a plan, one line each. Optional are ``samples`` and
-    ``counted``, what a batch consists of and what the loss counts, by default "sequences" and "tokens".
+    They have a method ``check(parallel)``, which returns a line for each problem of the sizes under a plan. They may
+    have
+    ``samples`` and ``counted``, names of what a batch consists of and what the loss counts, by default "sequences" and
+    "tokens".
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
@@ -110,24 +112,24 @@ def _options(key: str, named: Named | None, registry: Registry) -> Any:
 
 
 def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
-    """The config with ``parallel.data`` a number, after checking that the plan fits.
+    """Return the config with ``parallel.data`` a number, after checking that the plan fits.
 
-    ``parallel.data`` left out becomes what the other sizes leave of ``nproc``, or 1 when ``nproc`` is None.
+    A missing ``parallel.data`` becomes ``nproc`` over the other sizes, or 1 if ``nproc`` is None.
 
     Raises:
-        ConfigError: when the sizes do not multiply to ``nproc``, the tensor mode cannot be built from
-            ``tensor.size``, the model does not divide, or the global batch does not; shows the arithmetic and the
-            nearest plans that fit.
+        ConfigError: if the sizes do not multiply to ``nproc``, the tensor mode cannot be built from ``tensor.size``, or
+            the
+            model or the global batch does not divide. It shows the arithmetic and the nearest plans that fit.
     """
     if config.parallel.auto is not None:
         raise ConfigError(
-            "parallel.auto: no plan is chosen here, as `colossus launch` and `colossus show` do; give one of those "
-            "that `colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
+            "parallel.auto: no plan is chosen here; `colossus launch` and `colossus show` choose one. Set one that "
+            "`colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
         )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
-    options, of_strategy = model_options(config), strategy_options(config)
+    options, strategy = model_options(config), strategy_options(config)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     data = parallel.data or max(1, (nproc or 1) // others)
     if nproc is not None and data * others != nproc:
@@ -137,18 +139,18 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         keep = f"\n  or keep the plan and start {describe_processes(data * others)} (--nproc {data * others})"
         raise ConfigError(what + suggestions(config, options, nproc) + ("" if is_open else keep))
     resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
-    if resolved.zero.stage and of_strategy is not None:
-        resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
+    if resolved.zero.stage and strategy is not None:
+        resolved = resolved.model_copy(update={"zero": strategy.zero_of(resolved)})
     problems += plan_problems(config, resolved, options)
     if problems:
         problems[-1] += suggestions(config, options, world_size(resolved))
-    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
-    if "none" not in (of_model, wanted):
-        keys = f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}"
+    model_type, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
+    if "none" not in (model_type, wanted):
+        keys = f"model.activation_checkpoint = {model_type!r} and train.activation_checkpoint = {wanted!r}"
         problems.append(f"{keys}: keep one of the two")
     config = config.model_copy(update={"parallel": resolved})
-    if of_strategy is not None:
-        problems += of_strategy.check(config)
+    if strategy is not None:
+        problems += strategy.check(config)
     if config.train.profile is not None:
         problems += config.train.profile.problems(world_size(resolved))
     if problems:
@@ -157,7 +159,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
 
 
 def describe_plan(config: Config) -> str:
-    """``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
+    """Return a plan as text: ``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
     mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
     sequence = config.parallel.sequence
@@ -170,12 +172,12 @@ def describe_plan(config: Config) -> str:
 
 
 def name_of(kind: Any) -> str:
-    """A registered name as it is, or the name of a class or function."""
+    """Return a registered name unchanged, or the name of a class or function."""
     return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
 
 
 def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, list[str]]:
-    """The plan with a mode of sequence parallelism, which the model chooses where the config does not."""
+    """Return the plan with a mode of sequence parallelism, and problems; the model chooses one if none is set."""
     sequence = parallel.sequence
     if sequence.mode is None and sequence.size > 1:
         choose = getattr(options, "sequence_mode", None)
@@ -193,20 +195,20 @@ Sizes = tuple[int, int, int, int]
 
 
 def world_size(parallel: Parallel) -> int:
-    """Number of processes of a plan whose data size is known."""
+    """Return the number of processes of a plan whose data size is known."""
     assert parallel.data is not None
     return parallel.data * parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
 
 
 def describe_sizes(parallel: Parallel) -> str:
-    """``data 2 x pipeline 2 x tensor 4``: data when it is given, the others when they are not 1."""
+    """Return the sizes as text, ``data 2 x pipeline 2 x tensor 4``: data if it is set, the others if they are not 1."""
     sizes = {"pipeline": parallel.pipeline.size, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
     data = {} if parallel.data is None else {"data": parallel.data}
     return factors({**data, **{name: size for name, size in sizes.items() if size > 1}}) or "1"
 
 
 def describe_zero(parallel: Parallel) -> str:
-    """``ZeRO 3 in groups of 4, offloaded``; nothing without it."""
+    """Return ZeRO as text, ``ZeRO 3 in groups of 4, offloaded``; empty without it."""
     zero = parallel.zero
     if not zero.stage:
         return ""
@@ -219,11 +221,12 @@ def describe_processes(count: int | None) -> str:
 
 
 def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
-    """What of a plan whose data size is known does not fit: the tensor mode, ZeRO's groups, the model, the batch.
+    """Return problems of a plan whose data size is known: of the tensor mode, ZeRO's groups, the model, the batch.
 
     Args:
-        parallel: in the place of the config's.
-        options: of the model, None where these are not known.
+        config: a config.
+        parallel: the plan, which replaces the config's.
+        options: options of the model; None if they are unknown.
     """
     tensor, zero, train, microbatches = parallel.tensor, parallel.zero, config.train, config.schedule.microbatches
     data, problems, ways = parallel.data or 1, [], 1
@@ -234,11 +237,11 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
         problems.append(f"parallel.tensor: {error}")
     if tensor.depth not in (None, 1) and "depth" not in mode.axes:
         problems.append(
-            f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"
+            f"parallel.tensor.depth = {tensor.depth} has no effect in mode {tensor.mode}; it is for mode 2.5d"
         )
     if tensor.sequence_sharded and not mode.splits_tokens:
         problems.append(
-            f"parallel.tensor.sequence_sharded means nothing in mode {tensor.mode}, whose activations between blocks "
+            f"parallel.tensor.sequence_sharded has no effect in mode {tensor.mode}, whose activations between blocks "
             f"are split already; it is for mode 1d"
         )
     try:
@@ -252,7 +255,7 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
         problems.append(str(error))
     if zero.shard is not None and data % zero.shard:
         what = f"parallel.zero.shard = {zero.shard} does not divide data {data}"
-        problems.append(f"{what}: groups of {zero.shard} data ranks hold one copy each")
+        problems.append(f"{what}: groups of {zero.shard} data ranks store one copy each")
     if options is not None:
         problems += options.check(parallel)
     divisor = data * microbatches * ways
@@ -269,7 +272,7 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
 
 
 def suggestions(config: Config, options: Any, nproc: int) -> str:
-    """Lines to put below a problem: the nearest plans for this number of processes."""
+    """Return lines to append to a problem: the nearest plans for this number of processes."""
     plans = nearest_plans(config, options, nproc)
     if not plans:
         return f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
@@ -277,35 +280,38 @@ def suggestions(config: Config, options: Any, nproc: int) -> str:
 
 
 def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> list[str]:
-    """The nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
+    """Return the nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
 
-    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1. Of
-    those that are found the one that takes least by the planner's lower bound comes first.
+    Only axes of the config are varied: data and tensor always, pipeline and sequence if they are not 1. The fastest by
+    the
+    planner's lower bound comes first.
     """
     parallel = config.parallel
     now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
     keys = ("parallel.data", "parallel.pipeline.size", "parallel.sequence.size", "parallel.tensor.size")
 
     def distance(sizes: Sizes) -> tuple[float, int]:
-        # A derived data size (0) is free: it is not the user's choice.
+        # a derived data size (0) costs nothing: it is not the user's choice
         ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, now, strict=True) if old]
         return round(sum(ratios), 9), sum(ratio > 0 for ratio in ratios)
 
-    found: dict[str, Config] = {}
+    plans: dict[str, Config] = {}
     for sizes in sorted(_factorisations(nproc, now), key=distance):
-        if len(found) == most:
+        if len(plans) == most:
             break
         data, pipeline, sequence, tensor = sizes
-        of_axes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
-        sections = {axis: getattr(parallel, axis).model_copy(update={"size": size}) for axis, size in of_axes.items()}
+        axis_sizes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
+        sections = {
+            axis: getattr(parallel, axis).model_copy(update={"size": size}) for axis, size in axis_sizes.items()
+        }
         candidate, problems = _with_sequence_mode(parallel.model_copy(update={"data": data, **sections}), options)
         if problems or plan_problems(config, candidate, options):
             continue
         changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
         if changed:
-            found[" ".join(changed)] = config.model_copy(update={"parallel": candidate})
+            plans[" ".join(changed)] = config.model_copy(update={"parallel": candidate})
     seconds = PLAN_COSTS.get("least_seconds")(config)
-    return sorted(found, key=lambda plan: seconds(found[plan]))
+    return sorted(plans, key=lambda plan: seconds(plans[plan]))
 
 
 def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:

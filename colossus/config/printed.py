@@ -1,6 +1,4 @@
-"""What ``colossus config`` prints: a config as plain data and as a config file, and what each key means, read off the
-schema.
-"""
+"""The output of ``colossus config``: a config as data and as a file, and the meaning of each key, from the schema."""
 
 from __future__ import annotations
 
@@ -25,29 +23,31 @@ from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The config as JSON-able data, with the defaults of the model's options filled in.
+    """Return the config as JSON-able data, with the defaults of the model's options filled in.
 
     Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``.
     """
-    out = _plain(config)
-    if config.parallel.zero.stage:  # which says what the strategy is
-        del out["parallel"]["strategy"]
+    sections = _plain(config)
+    if config.parallel.zero.stage:  # it determines the strategy
+        del sections["parallel"]["strategy"]
     options = model_options(config)
     if isinstance(options, BaseModel):
-        out["model"] = {"type": out["model"]["type"], **_plain(options)}
-    return out
+        sections["model"] = {"type": sections["model"]["type"], **_plain(options)}
+    return sections
 
 
 def as_source(config: Config) -> str:
-    """The config as a Python config file. Without callables and objects it can be loaded again."""
+    """Return the config as a Python config file. Without callables and objects it can be loaded again."""
     return "".join(f"{key} = {_literal(value, len(key) + 3, '')}\n" for key, value in as_dict(config).items())
 
 
 def by_path(nest: Any, path: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
-    """What a nest of such data holds, by the keys that lead there: ``comm.data.bytes``.
+    """Yield the values of a nest of such data with their keys: ``comm.data.bytes``.
 
     Args:
-        lists: whether what is in lists is told, too, by its number; else a list is one thing.
+        nest: the data.
+        path: path of the nest itself.
+        lists: whether a list is a nest, too, with numbers as keys; else it is one value.
     """
     below: Any = dict(enumerate(nest)) if lists and isinstance(nest, list) else nest
     if not isinstance(below, Mapping) or not below:
@@ -72,8 +72,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, BaseModel):
-        known = {key: getattr(value, key) for key in type(value).model_fields}
-        return {key: _plain(item) for key, item in {**known, **(value.model_extra or {})}.items()}
+        fields = {key: getattr(value, key) for key in type(value).model_fields}
+        return {key: _plain(item) for key, item in {**fields, **(value.model_extra or {})}.items()}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -87,33 +87,35 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__module__}:{type(value).__qualname__}>"
 
 
-# -- what keys mean -----------------------------------------------------------------------------------------
+# -- meaning of keys ----------------------------------------------------------------------------------------
 
 _WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "True or False", type(None): "None"}
 _LIMITS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
 
 
 def key_help(key: str, config: Config) -> str:
-    """A line for a key, and one for each key below it.
+    """Return a line for a key, and one for each key below it.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: if there is no such key.
     """
-    known = list(all_keys(config))
-    found = [": ".join(filter(None, line)) for line in known if f"{line[0]}.".startswith(f"{key}.")]
-    if not found:
-        close = nearest(key, [each for each, _, _ in known])
+    keys = list(all_keys(config))
+    lines = [": ".join(filter(None, parts)) for parts in keys if f"{parts[0]}.".startswith(f"{key}.")]
+    if not lines:
+        close = nearest(key, [path for path, _, _ in keys])
         raise ConfigError(f"{key}: no such key" + (f"; did you mean {close}?" if close else ""))
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def all_keys(
     config: Config | None = None, section: type[BaseModel] = Config, path: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """(key, its type and default, what it means) of every key, in the order of the schema.
+    """Yield (key, its type and default, its meaning) of every key, in the order of the schema.
 
     Args:
-        config: whose model and strategy have options of their own.
+        config: config whose model's and strategy's options are included.
+        section: section to begin with.
+        path: path of that section, with a dot.
     """
     for name, field in section.model_fields.items():
         below = subsection(field.annotation)
@@ -130,16 +132,16 @@ def all_keys(
 
 
 def _comment(section: type[BaseModel], name: str) -> str:
-    return next((found for owner in section.__mro__ if (found := _comments(owner).get(name))), "")
+    return next((comment for owner in section.__mro__ if (comment := _comments(owner).get(name))), "")
 
 
 @cache
 def _comments(owner: type) -> dict[str, str]:
-    """Field -> the ``#:`` lines above it."""
+    """Return the ``#:`` lines above each field."""
     if owner is BaseModel or not issubclass(owner, BaseModel):
         return {}
-    found = re.findall(r"((?:^ +#:.*\n)+) +(\w+):", inspect.getsource(owner), re.MULTILINE)
-    return {name: " ".join(line.strip(" #:") for line in lines.splitlines()) for lines, name in found}
+    matches = re.findall(r"((?:^ +#:.*\n)+) +(\w+):", inspect.getsource(owner), re.MULTILINE)
+    return {name: " ".join(line.strip(" #:") for line in lines.splitlines()) for lines, name in matches}
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
@@ -147,7 +149,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is typing.Annotated:
         return _type(arguments[0], [*metadata, *getattr(arguments[1], "metadata", ())])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(filter(None, (_type(each, []) for each in arguments)))
+        return " or ".join(filter(None, (_type(argument, []) for argument in arguments)))
     if origin is typing.Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:

@@ -1,4 +1,4 @@
-"""What a config file may hold: every section, its keys, their defaults and their ranges. No torch.
+"""The schema of a config file: every section, its keys, their defaults and their ranges. No torch.
 
 Sections are frozen; a changed config is a copy. Keys that nobody reads are errors, except the options of a named
 component (``dict(type="AdamW", weight_decay=0.1)``), which belong to the component.
@@ -36,30 +36,30 @@ from colossus.config.training import Checkpoint, Train
 
 
 class ReadingOptions(Section):
-    """How data is read: keys of ``data`` beside the options of the dataset."""
+    """Options of reading data: keys of ``data`` beside the options of the dataset."""
 
     model_config = ConfigDict(extra="ignore")
 
-    #: processes that read a dataset ahead of the step; 0: its rank reads it
+    #: processes that read a dataset ahead of the step; 0: the rank itself reads it
     num_workers: CountOrZero = 0
-    #: makes a batch of a list of samples; None: torch's `default_collate`
+    #: function that makes a batch of a list of samples; None: torch's `default_collate`
     collate_fn: Callable[[list[Any]], Any] | None = None
-    #: data that is read from the front differs between data ranks: no rank takes a shard of what all read
+    #: whether an iterable differs between data ranks, so that no rank takes a shard of it
     per_rank: bool = False
-    #: whether global random generators are seeded for what is read; None: unless it says ``deterministic = True``
+    #: whether global random generators are seeded for each sample; None: unless data has ``deterministic = True``
     seed_samples: bool | None = None
-    #: how workers are started; None: as Python does
+    #: start method of workers; None: Python's default
     multiprocessing_context: Literal["fork", "forkserver", "spawn"] | None = None
-    #: seconds in which a batch must come from a worker; 0: any time
+    #: seconds that a rank waits for a worker's batch; 0: forever
     worker_timeout: Annotated[float, Field(ge=0)] = 300.0
 
     def seeds(self, data: Any) -> bool:
-        """Whether generators are seeded for what is read of ``data``."""
+        """Return whether generators are seeded for the samples of ``data``."""
         return not getattr(data, "deterministic", False) if self.seed_samples is None else self.seed_samples
 
     @property
     def seeds_collate(self) -> bool:
-        """Whether generators are seeded for the collating of a batch, by this data rank's place in the global batch."""
+        """Return whether generators are seeded before a batch is collated, by its position in the global batch."""
         return self.collate_fn is not None and self.seed_samples is not False
 
 
@@ -75,20 +75,20 @@ class StrategySection(Named):
 
 class LRSchedule(Named):
     #: a name (constant, cosine, wsd, ..), a class of torch.optim.lr_scheduler or its path, or
-    #: f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
+    #: f(progress, min_ratio, **options) -> factor of ``optimizer.lr``
     type: Annotated[Any, AfterValidator(require_type)] = "constant"
     #: steps over which the learning rate rises linearly to ``optimizer.lr``
     warmup_steps: CountOrZero = 0
-    #: the learning rate at the end, as a fraction of ``optimizer.lr``
+    #: learning rate at the end, as a fraction of ``optimizer.lr``
     min_ratio: Fraction = 0.0
 
 
 class Schedule(Named):
-    """The pipeline schedule; without a pipeline its microbatches are gradient accumulation."""
+    """The pipeline schedule. Without a pipeline, its microbatches are gradient accumulation."""
 
     #: gpipe, 1f1b, interleaved, zb-h1, zb-v
     type: Annotated[Any, AfterValidator(require_type)] = "1f1b"
-    #: into how many a replica's batch is cut
+    #: number of microbatches in a replica's batch
     microbatches: Count = 1
 
 
@@ -102,23 +102,23 @@ def _split(value: Any) -> Any:
 
 
 class PipelineSection(SizedSection):
-    #: what stages are equal in, as far as they can be: "parameters", or the predicted "time" of a microbatch; or the
-    #: number of blocks of each stage
+    #: quantity that is balanced over stages: "parameters", or the predicted "time" of a microbatch; or the number of
+    #: blocks of each stage
     split: Annotated[str | tuple[int, ...], BeforeValidator(_split)] = "parameters"
 
 
 class TensorSection(SizedSection):
     #: 1d, 2d, 2.5d, 3d
     mode: str = "1d"
-    #: copies of the grid in 2.5D; None takes the fewest that leave a square
+    #: copies of the grid in 2.5D; None: the fewest with which the grid is square
     depth: Count | None = None
     #: ranks along each axis of the mode, for rectangles; their product is ``size``
     shape: Counts | None = None
-    #: activations between blocks are split by tokens over the tensor ranks
+    #: whether activations between blocks are split by tokens over the tensor ranks
     sequence_sharded: bool = False
     #: inputs gathered in forward are gathered "again" in backward (less memory) or kept ("keep": less traffic)
     gathered: Literal["again", "keep"] = "again"
-    #: a gathered weight is held for one "matmul", for a "microbatch", or for a "step" with all its microbatches
+    #: a gathered weight is kept for one "matmul", for a "microbatch", or for a "step" with all its microbatches
     weights: Literal["matmul", "microbatch", "step"] = "matmul"
 
     @model_validator(mode="before")
@@ -132,11 +132,11 @@ class TensorSection(SizedSection):
 
 
 class SequenceSection(SizedSection):
-    #: "ring", "ulysses" or "hybrid"; None takes "ring", or for a GPT the one of the first two that sends fewer bytes
+    #: "ring", "ulysses" or "hybrid"; None: "ring", or for a GPT the one of the first two that sends fewer bytes
     mode: str | None = None
-    #: ranks of the inner axis of "hybrid"; None is the largest divisor of the size up to its square root
+    #: ranks of the inner axis of "hybrid"; None: the largest divisor of the size up to its square root
     ulysses: Count | None = None
-    #: sequences that do not divide are padded: inputs with 0, integer labels with -100
+    #: whether sequences that do not divide are padded: inputs with 0, integer labels with -100
     pad: bool = False
 
 
@@ -147,7 +147,7 @@ class ZeroSection(ShortSection):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     #: data ranks that share one copy, replicated over the others (HSDP); None: all of them
     shard: Count | None = None
-    #: on CUDA, keep what the optimizer updates and its state in the memory of the host; of stage 3 the shards, too
+    #: on CUDA, whether the optimizer's parameters and state are in the memory of the host; in stage 3 the shards, too
     offload: bool = False
 
     @classmethod
@@ -156,16 +156,16 @@ class ZeroSection(ShortSection):
 
     @model_validator(mode="after")
     def _has_a_stage(self) -> ZeroSection:
-        given = [key for key in ("shard", "offload") if getattr(self, key)]
-        if given and not self.stage:
-            raise ValueError(f"{' and '.join(given)}: nothing without a stage; zero = dict(stage=1, 2 or 3, ..)")
+        keys = [key for key in ("shard", "offload") if getattr(self, key)]
+        if keys and not self.stage:
+            raise ValueError(f"{' and '.join(keys)}: no effect without a stage; zero = dict(stage=1, 2 or 3, ..)")
         return self
 
 
 def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
     if sorted(value) != sorted(AXES):
-        given = ", ".join(value) or "nothing"
-        raise ValueError(f"must name each of {', '.join(AXES)} once, outermost first, got {given}")
+        names = ", ".join(value) or "nothing"
+        raise ValueError(f"must name each of {', '.join(AXES)} once, outermost first, got {names}")
     return value
 
 
@@ -175,13 +175,13 @@ def _size_of_memory(value: str) -> str:
 
 
 class AutoSection(ShortSection):
-    """A plan that is chosen at launch, for the number of processes. Keys of ``parallel`` beside it stay as given."""
+    """A plan that is chosen at launch, for the number of processes. Other keys of ``parallel`` keep their values."""
 
-    #: more that stays: keys of ``parallel``, or dict(schedule=dict(..), train=dict(..)); dict(pipeline=2), say
+    #: further values that stay: of ``parallel``, dict(pipeline=2), or dict(schedule=dict(..), train=dict(..))
     keep: dict[str, Any] = {}
-    #: a data sheet (h100, a100, ..) or a file of `colossus doctor --measure`; None: by what the machine has
+    #: a data sheet (h100, a100, ..) or a file of `colossus doctor --measure`; None: this machine's
     hardware: Annotated[str, Field(min_length=1)] | None = None
-    #: of a device, "80GB" say; None: that of the hardware
+    #: memory of a device, for example "80GB"; None: that of the hardware
     memory: Annotated[str, AfterValidator(_size_of_memory)] | None = None
 
     @classmethod
@@ -190,11 +190,11 @@ class AutoSection(ShortSection):
 
 
 class Parallel(ShortSection):
-    """The bare word "auto" stands for dict(auto=True)."""
+    """The parallel plan. The bare word "auto" is short for dict(auto=True)."""
 
-    #: True or dict(keep=, hardware=, memory=): all that is not given is chosen at launch
+    #: True or dict(keep=, hardware=, memory=): every key that is not set is chosen at launch
     auto: AutoSection | None = None
-    #: replicas; None is derived from the number of processes
+    #: replicas; None: derived from the number of processes
     data: Count | None = None
     #: stages of the pipeline; or dict(size=, split=)
     pipeline: PipelineSection = PipelineSection()
@@ -204,11 +204,11 @@ class Parallel(ShortSection):
     sequence: SequenceSection = SequenceSection()
     #: ranks that share the experts of `MoE` layers: the sequence size times a divisor of data, or a divisor of data
     expert: SizedSection = SizedSection()
-    #: what data ranks shard; short for strategy = dict(type="zero", ..)
+    #: state that data ranks shard; short for strategy = dict(type="zero", ..)
     zero: ZeroSection = ZeroSection()
-    #: what replicas exchange, and when: a name, or dict(type=.., **options)
+    #: exchanges between replicas: a name, or dict(type=.., **options)
     strategy: StrategySection = StrategySection()
-    #: outermost first: the last axis has neighbouring ranks
+    #: axes, outermost first: ranks along the last axis are neighbours
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
 
     @classmethod
@@ -220,35 +220,35 @@ class Parallel(ShortSection):
         if not self.zero.stage or "strategy" not in self.model_fields_set or self.strategy.type == "hierarchical":
             return self
         raise ValueError(
-            f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
+            f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both define what data ranks do: set one "
             f"of them, or strategy = 'hierarchical', under which ZeRO shards inside of each host"
         )
 
     @property
     def data_strategy(self) -> dict[str, Any]:
-        """The strategy as ``Registry.build`` takes it."""
+        """The strategy as an argument of ``Registry.build``."""
         zero = self.zero
         return {"type": "zero", "stage": zero.stage, "offload": zero.offload} if zero.stage else self.strategy.spec()
 
 
 class Comm(Section):
-    #: write calls and bytes sent in each step, by axis, into the rows of metrics.jsonl
+    #: whether rows of metrics.jsonl have calls and bytes sent in each step, by axis
     accounting: bool = False
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32
-    #: after which a collective that not all ranks have joined ends the run
+    #: seconds after which a collective that not all ranks have joined ends the run
     timeout_seconds: Seconds = 120.0
-    #: collectives between processes of one host go through shared memory (CPU); False: through gloo
+    #: whether processes of one host use shared memory for collectives (CPU), in place of gloo
     shared_memory: bool = True
-    #: what joins the ranks: "auto" is nccl on CUDA, gloo on CPU; with "gloo" on CUDA several ranks may share a device,
-    #: and what they send each other goes through the memory of the host
+    #: library of collectives: "auto" is nccl on CUDA, gloo on CPU; with "gloo" on CUDA several ranks may share a
+    #: device, and messages go through the memory of the host
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     #: size of the buckets in which gradients are reduced
     bucket_mb: Positive = 25.0
 
 
 def _component(value: Any) -> Any:
-    """What is named becomes a `Named`; an object or a callable stays what it is."""
+    """Return a `Named` for a name or a dict; an object or a callable stays as it is."""
     if isinstance(value, ModuleType | int | float):
         raise ValueError(f"must be dict(type=..., **options), an object or a callable, got {value!r}")
     if isinstance(value, dict) and "type" not in value:
@@ -262,13 +262,14 @@ def _component(value: Any) -> Any:
 class Config(Section):
     """A whole config. ``load_config`` makes it; after that ``parallel.data`` is a number.
 
-    ``model`` is None when the model is handed to ``colossus.initialize``; ``data`` is a `Named`, or whatever
-    object or callable the file holds, or None.
+    ``model`` is None if the model is passed to ``colossus.initialize``. ``data`` is a `Named`, or an object or callable
+    of
+    the file, or None.
     """
 
-    #: of the run folder, runs/<name>-<time>; by default that of the file
+    #: name of the run folder, runs/<name>-<time>; by default that of the file
     name: Annotated[str, Field(min_length=1, max_length=200, pattern="^[^/.][^/]*$")] | None = None
-    #: sizes of the axes, and what replicas exchange
+    #: sizes of the axes, and exchanges between replicas
     parallel: Parallel = Parallel()
     #: dict(type="GPT" | "Llama" | "ViT" | "hf", **options), or any callable that returns an nn.Module
     model: Named | None = None
@@ -278,19 +279,19 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     #: a name, or dict(type=.., warmup_steps=.., **options)
     lr_schedule: LRSchedule = LRSchedule()
-    #: of the pipeline, and the number of microbatches
+    #: schedule of the pipeline, and the number of microbatches
     schedule: Schedule = Schedule()
     #: steps, batch, precision, gradients
     train: Train = Train()
-    #: how ranks talk to each other
+    #: communication between ranks
     comm: Comm = Comm()
-    #: when checkpoints are saved, which stay, where a run goes on
+    #: saving of checkpoints, and the one from which a run resumes
     checkpoint: Checkpoint = Checkpoint()
-    #: what the launcher does when a rank fails
+    #: reaction of the launcher when a rank fails
     launch: Launch = Launch()
-    #: called around steps, evaluations and checkpoints: dict(type=, **options), names or callables
+    #: hooks around steps, evaluations and checkpoints: dict(type=, **options), names or callables
     hooks: Annotated[tuple[Annotated[Any, AfterValidator(_component)], ...], FROM_LIST] = ()
-    #: "auto" is cuda where there is one
+    #: "auto": cuda if there is a device
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     _source: str | None = PrivateAttr(None)

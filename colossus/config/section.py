@@ -1,4 +1,4 @@
-"""What all sections of a config are made of: strict pydantic models, sizes, names of registries. No torch."""
+"""Parts of all sections of a config: strict pydantic models, sizes, names of registries. No torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-#: waits are counted in milliseconds, in 32 bits
+#: limited, since waits are counted in milliseconds, in 32 bits
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-#: of a tuple that may be written as a list
+#: validator of a tuple that may be written as a list
 FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Counts = Annotated[tuple[Count, ...], FROM_LIST]
 Names = Annotated[tuple[str, ...], FROM_LIST]
@@ -33,11 +33,11 @@ class Section(BaseModel):
 
 
 class ShortSection(Section):
-    """A section for which one bare value may be written."""
+    """A section that may be written as one bare value."""
 
     @classmethod
     def keys_of(cls, bare: Any) -> dict[str, Any] | None:
-        """The keys that a bare value stands for; None for one that stands for nothing."""
+        """Return the keys that a bare value sets; None if no such value is allowed."""
         raise NotImplementedError
 
     @model_validator(mode="before")
@@ -50,7 +50,7 @@ class ShortSection(Section):
 
 
 class SizedSection(ShortSection):
-    """A section for which a bare number stands for its size."""
+    """A section whose bare number is its size."""
 
     #: number of ranks along the axis
     size: Count = 1
@@ -61,19 +61,19 @@ class SizedSection(ShortSection):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a whole number, which True and False are not."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_type(value: Any) -> Any:
-    """A name of a registry, or what stands for it."""
+    """Return a registered name or a callable; raise ValueError for any other value."""
     if callable(value) or (isinstance(value, str) and value):
         return value
     raise ValueError(f"must be a registered name or a callable, got {value!r}")
 
 
 class Named(ShortSection):
-    """Something of a registry: ``dict(type=name or callable, **options)``; a bare name or callable will do."""
+    """A component of a registry, ``dict(type=name or callable, **options)``, or its bare name or callable."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -86,9 +86,9 @@ class Named(ShortSection):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that the schema does not know: arguments of the component itself."""
+        """Keys that the schema does not have: arguments of the component itself."""
         return dict(self.model_extra or {})
 
     def spec(self) -> dict[str, Any]:
-        """``dict(type=..., **everything else)`` as ``Registry.build`` takes it."""
+        """Return ``dict(type=..., **everything else)``, the argument of ``Registry.build``."""
         return {**{key: getattr(self, key) for key in type(self).model_fields}, **self.options}

@@ -1,4 +1,4 @@
-"""The sections ``train`` and ``checkpoint``: steps, batch, precision, gradients; what is saved, where a run goes on."""
+"""The sections ``train`` and ``checkpoint``: steps, batch, precision, gradients; saving and resuming."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colossus.config.watches import LossSpikes, StragglerSection
 
 DType = Literal["fp32", "fp64", "bf16", "fp16"]
 
-#: what a bare ``train.precision`` stands for
+#: dtypes of each bare ``train.precision``
 PRECISIONS: dict[str, dict[str, DType]] = {
     "fp32": dict(params="fp32", compute="fp32", reduce="fp32", optimizer="fp32"),
     "fp64": dict(params="fp64", compute="fp64", reduce="fp64", optimizer="fp64"),
@@ -33,15 +33,15 @@ LOW = ("bf16", "fp16")
 
 
 class PrecisionSection(ShortSection):
-    """Of what dtype things are; ``fp32``, ``fp64``, ``bf16`` and ``fp16`` stand for all four."""
+    """The dtypes of a run; a bare ``fp32``, ``fp64``, ``bf16`` or ``fp16`` sets all four."""
 
-    #: stored parameters
+    #: dtype of stored parameters
     params: DType = "fp32"
-    #: products, and the activations between them; by default that of params
+    #: dtype of products, and of the activations between them; by default that of params
     compute: DType = Field(default_factory=lambda values: values["params"])
-    #: in which gradients are summed over ranks; by default that of params, of low precision fp32
+    #: dtype in which gradients are summed over ranks; by default that of params, fp32 if that is bf16 or fp16
     reduce: DType = Field(default_factory=lambda values: _wide(values["params"]))
-    #: the optimizer's state, and where params are of low precision the copy of them that it updates
+    #: dtype of the optimizer's state, and of the copy that it updates if params are bf16 or fp16
     optimizer: DType = Field(default_factory=lambda values: _wide(values["params"]))
 
     @classmethod
@@ -59,23 +59,23 @@ class PrecisionSection(ShortSection):
         params, compute, reduce, optimizer = dtypes = self.params, self.compute, self.reduce, self.optimizer
         refused = {
             "fp64 is for all four or none": "fp64" in dtypes and set(dtypes) != {"fp64"},
-            "compute is bf16, fp16, or that of params": compute != params and compute not in LOW,
-            "the optimizer is of the dtype of params, or of fp32 where that is low": optimizer
+            "compute must be bf16, fp16, or the dtype of params": compute != params and compute not in LOW,
+            "the optimizer must have the dtype of params, or fp32 if that is bf16 or fp16": optimizer
             not in (params, _wide(params)),
-            "the numbers of an optimizer vanish in fp16; take fp32, or bf16": optimizer == "fp16",
-            "sums of gradients fit into fp16 only where the loss is scaled, for compute = 'fp16'": (
+            "the numbers of an optimizer underflow in fp16; use fp32, or bf16": optimizer == "fp16",
+            "sums of gradients fit into fp16 only if the loss is scaled, with compute = 'fp16'": (
                 reduce == "fp16" and compute != "fp16"
             ),
         }
         for why, is_refused in refused.items():
             if is_refused:
-                given = ", ".join(f"{key} = {getattr(self, key)!r}" for key in type(self).model_fields)
-                raise ValueError(f"{given}: {why}")
+                settings = ", ".join(f"{key} = {getattr(self, key)!r}" for key in type(self).model_fields)
+                raise ValueError(f"{settings}: {why}")
         return self
 
     @property
     def name(self) -> str:
-        """The bare value that stands for it, or all four: ``params bf16, compute bf16, reduce fp32, ...``."""
+        """The bare value that sets these dtypes, or all four: ``params bf16, compute bf16, reduce fp32, ...``."""
         keys = {key: getattr(self, key) for key in type(self).model_fields}
         for name, precision in PRECISIONS.items():
             if keys == precision:
@@ -88,20 +88,20 @@ def _wide(params: DType) -> DType:
 
 
 class LossScale(Section):
-    """Of fp16: the loss is scaled so that its gradients fit, as torch.amp.GradScaler does."""
+    """The loss scale of fp16, as in torch.amp.GradScaler: gradients of the scaled loss fit into fp16."""
 
-    #: the first scale
+    #: initial scale
     init: Annotated[float, Field(gt=0, le=2.0**64)] = 65536.0
     #: steps without an overflow after which the scale is doubled; an overflow halves it
     growth_interval: Count = 2000
 
 
 class ActivationCheckpoint(ShortSection):
-    """Which activations are not kept for backward, but computed again."""
+    """The activations that are not stored for backward, but recomputed."""
 
     #: "none", "full" (keep a block's inputs only) or "selective" (also keep matmuls, attention and collectives)
     type: Literal["none", "full", "selective"] = "none"
-    #: of the blocks, every k-th
+    #: every k-th block is checkpointed
     every: Count = 1
     #: names of modules, with * and ?; None: the blocks of the model
     modules: Annotated[Names, Field(min_length=1)] | None = None
@@ -111,15 +111,15 @@ class ActivationCheckpoint(ShortSection):
         return {"type": bare} if isinstance(bare, str) else None
 
     @model_validator(mode="after")
-    def _is_meant(self) -> ActivationCheckpoint:
+    def _has_a_type(self) -> ActivationCheckpoint:
         values = {key: getattr(self, key) for key in ("every", "modules")}
-        given = [f"{key} = {value!r}" for key, value in values.items() if value not in (1, None)]
-        if self.type == "none" and given:
-            raise ValueError(f"{', '.join(given)}, but type is 'none': say type='full' or type='selective'")
+        settings = [f"{key} = {value!r}" for key, value in values.items() if value not in (1, None)]
+        if self.type == "none" and settings:
+            raise ValueError(f"{', '.join(settings)}, but type is 'none': set type='full' or type='selective'")
         return self
 
     def __str__(self) -> str:
-        """``full, blocks (every 2)``, say."""
+        """Return it as text, for example ``full, blocks (every 2)``."""
         which = f"modules {', '.join(self.modules)}" if self.modules is not None else "blocks"
         every = f" (every {self.every})" if self.every > 1 else ""
         return f"{self.type}, {which}{every}"
@@ -133,11 +133,11 @@ def _ranks(value: Any) -> Any:
 
 
 class Profile(Section):
-    """Where the time of some steps goes: a table of all ranks, and traces of some."""
+    """The profile of some steps: a table of all ranks, and traces of some."""
 
-    #: the first and the last step that are profiled, counted from 1 as the display counts them
+    #: first and last step that are profiled, counted from 1 as in the display
     steps: Annotated[tuple[Count, Count], FROM_LIST]
-    #: those of which torch.profiler writes a trace, or "all"; () writes none
+    #: ranks whose trace torch.profiler writes, or "all"; () writes none
     ranks: Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(_ranks)] = (0,)
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class Profile(Section):
         return self
 
     def problems(self, num_ranks: int) -> list[str]:
-        """What of it does not fit a run of so many ranks."""
+        """Return a line if a rank does not exist in a run of so many ranks."""
         missing = [rank for rank in self.ranks if rank not in range(num_ranks)] if self.ranks != "all" else []
         if not missing:
             return []
@@ -165,32 +165,32 @@ class Train(Section):
     global_batch_size: Count = 32
     #: fp32, fp64, bf16 (compute in bf16, store in fp32), fp16, or dict(params=, compute=, reduce=, optimizer=)
     precision: PrecisionSection = PrecisionSection()
-    #: of fp16; None there: the defaults
+    #: loss scale of fp16; None: the defaults
     loss_scale: LossScale | None = None
-    #: "none", "full" or "selective", or dict(type=, every=, modules=): what backward computes again
+    #: "none", "full" or "selective", or dict(type=, every=, modules=): activations that backward recomputes
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    #: largest norm of the gradient of the mean loss; None does not clip
+    #: largest norm of the gradient of the mean loss; None: no clipping
     clip_grad_norm: Positive | None = None
-    #: largest absolute value of its elements, after clip_grad_norm; None does not clip
+    #: largest absolute value of its elements, after clip_grad_norm; None: no clipping
     clip_grad_value: Positive | None = None
-    #: a gradient that is not finite ends the run ("raise"), or the step changes nothing ("skip")
+    #: a gradient that is not finite ends the run ("raise"), or the step is skipped ("skip")
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    #: steps in a row that may be skipped so; overflows of fp16 do not count
+    #: most steps in a row that are skipped; overflows of fp16 do not count
     max_skips: Count = 10
-    #: steps between comparisons of the parameters of ranks that must hold the same; 0 compares never
+    #: steps between comparisons of parameters that must be equal on several ranks; 0: never
     check_replicas_every: CountOrZero = 0
-    #: what follows where these differ: the run ends ("raise"), or the launcher goes back to the newest save before
+    #: reaction if these differ: the run ends ("raise"), or the launcher goes back to the newest save before
     #: ("restart", by launch.restarts)
     on_mismatch: Literal["raise", "restart"] = "raise"
-    #: dict(factor=3.0): what follows a loss far above those before it; None: nothing
+    #: dict(factor=3.0): reaction to a loss far above those before it; None: no reaction
     on_spike: LossSpikes | None = None
-    #: 1.5, or dict(factor=, rows=): a rank that computes so many times as long as the others of its stage is named
+    #: 1.5, or dict(factor=, rows=): the log names a rank that computes by this factor longer than others of its stage
     stragglers: StragglerSection | None = None
-    #: of initial values, the order of samples, dropout, and whatever else is drawn
+    #: seed of initial values, the order of samples, dropout, and all other random numbers
     seed: CountOrZero = 0
     #: steps between lines of the plain display
     log_every: Count = 10
-    #: steps between evaluations; 0 evaluates never
+    #: steps between evaluations; 0: never
     eval_every: CountOrZero = 0
     #: validation batches of an evaluation
     eval_batches: Count = 10
@@ -198,23 +198,23 @@ class Train(Section):
     eval_batch_size: Count | None = None
     #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
     batch_ramp: BatchRamp | None = None
-    #: key of an entry of a batch -> its dim of the samples, where that is not 0 (position_ids of shape [3, samples,
-    #: tokens]); None: the entry has no samples
+    #: key of an entry of a batch -> its dim of samples, if not 0 (position_ids of shape [3, samples, tokens]); None:
+    #: the entry has no samples
     batch_dims: dict[str, CountOrZero | None] = Field(default_factory=dict)
-    #: samples of a microbatch look at each other (`colossus.layers.gather_samples`), or change buffers: microbatches,
+    #: whether the samples of a microbatch interact (`colossus.layers.gather_samples`) or change buffers: microbatches,
     #: and batches of an evaluation, then have the same samples under every plan
     samples_interact: bool = False
     #: buffers that a forward changes from a rank's samples (a running mean, a codebook): "average" over the ranks that
-    #: split these, of integers those of the first rank, or "first", all as the first rank has them
+    #: split the samples, with the first rank's integers, or "first", all from the first rank
     buffers: Literal["average", "first"] = "average"
-    #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None does not look
+    #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None: no profile
     profile: Profile | None = None
-    #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower
+    #: whether torch uses algorithms with the same bits each time, some slower; an operation that has none is refused
     deterministic: bool = False
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Of the global batch by step."""
+        """The global batch of each step."""
         return BatchSizes(self.global_batch_size, self.batch_ramp)
 
     @model_validator(mode="after")
@@ -255,7 +255,7 @@ def _rename(value: Any) -> Any:
 
 
 class Weights(ShortSection):
-    """Where a run that begins takes its parameters and buffers from, ``engine.checkpoints.load_weights`` tells more.
+    """Source of the parameters and buffers of a new run, see ``engine.checkpoints.load_weights``.
 
     A bare string is the path.
     """
@@ -263,15 +263,15 @@ class Weights(ShortSection):
     #: a checkpoint, a folder of them or a run folder; or a model folder of Hugging Face; by default that of
     #: ``model = dict(type="hf", path=...)``
     path: Annotated[str, Field(min_length=1)] = ""
-    #: patterns of names in this model, ("blocks.*",); None loads all
+    #: patterns of names in this model, ("blocks.*",); None: all
     only: Annotated[Names, Field(min_length=1)] | None = None
-    #: names of the checkpoint -> names in this model, by prefix or with stars; None leaves out; or a function
+    #: name in the checkpoint -> name in this model, by prefix or with stars, None to leave it out; or a function
     rename: Annotated[Any, AfterValidator(_rename)] = None
-    #: False loads what fits and says what did not
+    #: whether all must fit; False loads what fits and logs the rest
     strict: bool = True
     #: patterns of names in this model that may have more rows than were saved: a larger vocabulary, more positions
     grow: Names = ()
-    #: "ema" or "swa": the average of weights that a hook of that run has kept, in the place of its weights
+    #: "ema" or "swa": loads the average of weights of that run's hook in place of its weights
     average: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
@@ -280,24 +280,24 @@ class Weights(ShortSection):
 
 
 class Checkpoint(Section):
-    #: steps between checkpoints, one more follows the last step; 0 saves never
+    #: steps between checkpoints, one more follows the last step; 0: never
     every: CountOrZero = 0
-    #: folder of the checkpoints; None is ``checkpoints`` in the run folder
+    #: folder of the checkpoints; None: ``checkpoints`` in the run folder
     dir: Annotated[str, Field(min_length=1)] | None = None
     #: "auto": the latest checkpoint, if there is one, of --run-dir, else of ``dir``, else of the newest run of this
     #: ``name``, whatever its config; or a checkpoint, a folder of them, a run folder
     resume: Annotated[str, Field(min_length=1)] | None = None
-    #: parameters and buffers that a run takes which does not resume: the path of a checkpoint, or dict(path=..., ..)
+    #: source of the parameters and buffers of a run that does not resume: path of a checkpoint, or dict(path=..., ..)
     weights: Weights | None = None
-    #: how many of the newest stay; 0 keeps all
+    #: number of newest checkpoints that stay; 0: all
     keep_last: CountOrZero = 3
-    #: those whose step is a multiple of this stay, too; 0: no others
+    #: checkpoints whose step is a multiple of this stay, too; 0: no others
     keep_every: CountOrZero = 0
-    #: a step waits for a copy in memory only, which is written while training goes on
+    #: whether training waits only for a copy in memory, which is written while it continues
     background: bool = True
-    #: steps between checkpoints in the memory of the hosts, which only a restart by the launcher reads; 0 saves none
+    #: steps between checkpoints in the memory of the hosts, which only a restart by the launcher reads; 0: none
     memory_every: CountOrZero = 0
-    #: 2: those of each host's ranks also in the memory of another host, which is fetched while steps run
+    #: 2: each host also stores those of another host's ranks, fetched while steps run
     memory_copies: Literal[1, 2] = 1
-    #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
+    #: seconds after a stop signal for the step to end and a save to begin, and then the longest pause in its writing
     grace_seconds: Seconds = 60.0

@@ -1,4 +1,4 @@
-"""A path as a user gives it: in a config, on a command line, in a call."""
+"""Paths of a user: in a config, on a command line, in a call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from colossus.config.errors import ConfigError
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path in which ``~`` is the home: a shell leaves it as it is in ``--run-dir=~/x``.
+    """Return a path in which ``~`` is the home; a shell does not expand it in ``--run-dir=~/x``.
 
-    What is returned may be given again: ``./~x``, which `Path` makes ``~x`` of, becomes absolute.
+    The result may be passed in again: ``./~x``, which `Path` makes ``~x``, becomes absolute.
 
     Raises:
-        ConfigError: where the home is not known, since HOME is not set and the user has no name, as in containers.
+        ConfigError: if the home is unknown, since HOME is not set and the user has no name, as in containers.
     """
     text = os.fspath(path)
     expanded = os.path.expanduser(text)

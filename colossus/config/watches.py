@@ -1,4 +1,4 @@
-"""Of the section ``train``: what is looked at while a run goes on. No torch."""
+"""Parts of the section ``train``: watches on a run. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from colossus.config.section import Count, CountOrZero, Section, ShortSection
 
 
 class LossSpikes(Section):
-    """When a loss is a spike, and what follows."""
+    """Spikes of the loss: which loss is one, and the reaction."""
 
-    #: a loss more than so many times the median of those before it
+    #: a loss above this factor times the median of the losses before it is a spike
     factor: Annotated[float, Field(gt=1)]
-    #: losses of which the median is; the first so many steps are not judged
+    #: number of losses in the median; as many first steps are not judged
     window: Count = 50
-    #: "rollback": the launcher goes back to the newest save before it, by launch.restarts; "raise": the run ends
+    #: "rollback": the launcher goes back to the newest save before the spike, by launch.restarts; "raise": the run ends
     action: Literal["rollback", "raise"] = "rollback"
-    #: batches that are left out behind that save; None: all up to that of the spike
+    #: batches after that save that are left out; None: all up to that of the spike
     skip_batches: CountOrZero | None = None
 
 
 class StragglerSection(ShortSection):
-    """Which rank is slow. A bare number is the factor."""
+    """The watch for slow ranks. A bare number is the factor."""
 
-    #: of the time that the other ranks of its pipeline stage compute, in the median
+    #: a rank is slow above this factor times the median compute time of the other ranks of its pipeline stage
     factor: Annotated[float, Field(gt=1)] = 1.5
-    #: of the log, in which a step of each rank is timed: the median of so many counts
+    #: rows of the log whose median counts; one step of each rank is timed for a row
     rows: Count = 3
 
     @classmethod

@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None
     for message in run_ranks(4, save_too_much, tmp_path, plan=grid(data=4)):
         assert "two generations of the state of its ranks and of the host before it need 2.24 KB" in message
         assert "has 2.24 KB left in" in message
-        assert "beside the copy that is written from" in message
+        assert "beside the copy that a save makes first" in message
     assert not list(tmp_path.rglob("step-*"))
 
 

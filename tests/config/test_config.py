@@ -113,18 +113,18 @@ def test_components_objects_and_callables() -> None:
         ),
         (
             dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
-            "train.precision: params = 'bf16', compute = 'bf16', reduce = 'fp32', optimizer = 'fp16': the optimizer is",
+            "train.precision: params = 'bf16', compute = 'bf16', reduce = 'fp32', optimizer = 'fp16': the optimizer must",
         ),
         (
             dict(train=dict(precision=dict(compute="bf16", reduce="fp16"))),
             "train.precision: params = 'fp32', compute = 'bf16', reduce = 'fp16', optimizer = 'fp32': sums of",
         ),
         (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
-        (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
+        (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: no effect without a stage"),
         (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
         (
             dict(parallel=dict(zero=1, strategy="all_reduce")),
-            "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",
+            "parallel: zero = 1 and strategy = 'all_reduce' both define what data ranks do: set one of them",
         ),
         (
             dict(parallel=dict(pipeline=dict(size=2, split=[0, 3]))),
@@ -145,7 +145,7 @@ def test_the_help_of_a_key_is_read_off_the_schema() -> None:
     config = load_config(dict(model=GPT, parallel=dict(strategy="sgp")))
     assert key_help("train.clip_grad_norm", config) == (
         "train.clip_grad_norm: number above 0 or None, by default None: largest norm of the gradient of the mean loss; "
-        "None does not clip"
+        "None: no clipping"
     )
     assert "\nparallel.tensor.mode: text, by default '1d'" in key_help("parallel.tensor", config)
     assert key_help("model.seq_len", config).startswith("model.seq_len: whole number at least 1, by default 128: ")
@@ -385,7 +385,7 @@ def test_batch() -> None:
         (
             {},
             dict(tensor=dict(mode="2d", size=4, depth=2)),
-            "parallel.tensor.depth = 2 means nothing in mode 2d;",
+            "parallel.tensor.depth = 2 has no effect in mode 2d;",
         ),
         (dict(hidden_size=100), {}, "model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"),
         (

@@ -45,7 +45,7 @@ def server(**options: Any) -> dict[str, Any]:
             dict(parallel=dict(zero=2)),
             "ZeRO's sums are not compressed",
         ),
-        (dict(type="local_sgd"), dict(parallel=dict(zero=1)), "both say what data ranks do"),
+        (dict(type="local_sgd"), dict(parallel=dict(zero=1)), "both define what data ranks do"),
         (server(servers=0), {}, "parallel.strategy.servers"),
         (server(server=2), {}, "did you mean parallel.strategy.servers?"),
         (server(max_staleness=2), {}, "in mode 'sync' nothing is stale"),
@@ -65,7 +65,7 @@ def server(**options: Any) -> dict[str, Any]:
         (server(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
         (server(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),
         (server(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
-        (server(), dict(parallel=dict(zero=2)), "zero = 2 and strategy = 'server' both say what data ranks do"),
+        (server(), dict(parallel=dict(zero=2)), "zero = 2 and strategy = 'server' both define what data ranks do"),
     ],
 )
 def test_what_does_not_fit_is_told(strategy: dict[str, Any], more: dict[str, Any], told: str) -> None:

@@ -169,7 +169,7 @@ def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: l
             dict(activation_checkpoint="selective"),
             "= 'selective' and train.activation_checkpoint = 'full': keep",
         ),
-        (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
+        (dict(every=2), {}, "every = 2, but type is 'none': set type='full'"),
     ],
 )
 def test_refused(wanted: Any, options: dict[str, Any], message: str) -> None:

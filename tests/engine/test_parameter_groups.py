@@ -106,8 +106,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(weight_decay=0.1, groups=[dict(match="*", weight_decay=-0.1)]),
         "optimizer.groups.0.weight_decay: must be at least 0, got -0.1",
     ),
-    "lr": (dict(groups=[dict(match="*", lr=0.1)]), "optimizer.groups.0: lr: a rule gives its part of optimizer.lr"),
-    "nothing": (dict(groups=[dict(match="*")]), "optimizer.groups.0: says nothing of *"),
+    "lr": (dict(groups=[dict(match="*", lr=0.1)]), "optimizer.groups.0: lr: a rule has a factor of optimizer.lr"),
+    "nothing": (dict(groups=[dict(match="*")]), "optimizer.groups.0: sets nothing for *"),
     "a value that the class refuses": (
         dict(type="Adadelta", groups=[dict(match="*.bias", rho=2.0)]),
         "optimizer.groups.0.rho: Invalid rho value: 2.0, got 2.0",

@@ -134,5 +134,5 @@ def test_weights_that_do_not_fit_are_told_before_a_process_starts(
     assert main([*dry, "gpt2.py"]) == 0
     assert main([*dry, "gpt2.py", "model.hidden_size=16"]) == 2
     assert "20 of another shape: embedding.weight (256, 8) there, (256, 16) here" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"checkpoint\.weights\.path: is missing; of model = dict\(type=\"hf\""):
+    with pytest.raises(ConfigError, match=r"checkpoint\.weights\.path: is missing; only model = dict\(type=\"hf\""):
         load_config("gpt2.py", ["model.weights=False", "checkpoint.weights.strict=False"])
