@@ -1,1 +1,1 @@
-"""What a run reports: metrics, the terminal display, TensorBoard, model FLOP utilisation."""
+"""Reports of a run: metrics, the terminal display, TensorBoard, model FLOP utilisation."""

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a live display, or plain lines where there is no terminal."""
+"""The output of a run on the terminal: a live display, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -25,31 +25,35 @@ from colossus.server.process import has_servers, read_environment
 
 
 class Display(Hook):
-    """What the logging rank shows of a run: on a terminal a progress bar with the numbers of the last step below it,
-    redrawn in place; elsewhere one line every ``train.log_every`` steps, after the first step and after the last, and
-    one per evaluation.
+    """The output of a run, from the logging rank.
 
-    Speeds are averages since the last line or over the last steps of the bar, without evaluations. Where replicas do
-    not wait for each other speed and MFU are of one, and say so, as does a loss that is its own.
+    On a terminal it is a progress bar with the numbers of the last step below it, redrawn in place. Elsewhere it is one
+    line
+    every ``train.log_every`` steps, after the first step and after the last, and one for each evaluation.
+
+    Speeds are averages since the last line, or over the last steps of the bar, without evaluations. If replicas do not
+    wait
+    for each other, speed and MFU are those of one replica, and the text says so; so it does for a loss of one replica.
 
     Args:
+        folder: the run folder.
         stream: standard output by default.
     """
 
     def __init__(self, folder: Path, stream: TextIO | None = None) -> None:
         self.folder, self.stream = folder, stream or sys.stdout
         self.shown = False
-        #: steps of the run, and those done before this display began
+        #: steps of the run, and steps done before this display began
         self.total = self.first = 0
-        #: of the last step whose numbers are there, see `LateResults`
+        #: result of the last step whose numbers have arrived, see `LateResults`
         self.result: StepResult | None = None
-        #: with the seconds of each step
+        #: results with the seconds of each step
         self._results: LateResults[float] = LateResults()
-        #: of the last evaluation: loss, and the model's metrics
+        #: loss and metrics of the last evaluation
         self.validation: dict[str, float] = {}
         self.counted = "tokens"
         self.tokens, self.seconds = 0.0, 0.0
-        #: where replicas count for themselves the speed is of one
+        #: whether the speed is that of one replica
         self.per_replica = False
         self._timer = StepTimer()
         self._began = time.monotonic()
@@ -74,7 +78,7 @@ class Display(Hook):
             self._live.start()
 
     def heading(self, engine: Engine) -> list[str]:
-        """What is about to run, in two or three lines."""
+        """Return the description of the run that is about to start, in two or three lines."""
         grid, loaders, checkpoints = engine.context.grid, engine.loaders, engine.checkpoints
         sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         zero = describe_zero(engine.config.parallel)
@@ -83,7 +87,7 @@ class Display(Hook):
             f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
         ]
         if has_servers():
-            places = [f"{each['host']} (process {each['process']})" for each in read_environment()[0]]
+            places = [f"{endpoint['host']} (process {endpoint['process']})" for endpoint in read_environment()[0]]
             lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
         if loaders is not None:
             lines.append(loaders.description)
@@ -99,27 +103,27 @@ class Display(Hook):
         if checkpoints.weights_match is not None:
             match = checkpoints.weights_match
             more = [f"the first {min(rows)} rows of {name}" for name, rows in match.resized.items()]
-            found = f"{len(match.sources)} parameters and buffers from {checkpoints.weights_from}"
-            lines.append(", ".join([found, *more]))
+            loaded = f"{len(match.sources)} parameters and buffers from {checkpoints.weights_from}"
+            lines.append(", ".join([loaded, *more]))
         return lines
 
     def on_step_start(self, engine: Engine) -> None:
         self._timer.start()
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
-        self.shown = engine.context.is_logging_rank  # of those that live
+        self.shown = engine.context.is_logging_rank  # which changes when a rank dies
         if not self.shown:
             return
         step = result.step
         is_end = step in (self.first + 1, self.total) or result.stop_requested
-        # a line is of its own step, although an accelerator has to be waited for
+        # a line shows the numbers of its own step, although that waits for an accelerator
         has_line = self._progress is None and (is_end or step % engine.config.train.log_every == 0)
         late = self._results.add(result, self._timer.stop())
         self.memory, _ = peak_memory(engine.device)
         self._results.take(self._count, but=0 if has_line else late)
         if has_line:
-            left = clock((time.monotonic() - self._began) / (step - self.first) * (self.total - step))
-            self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {left}"]))
+            remaining = clock((time.monotonic() - self._began) / (step - self.first) * (self.total - step))
+            self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {remaining}"]))
             self.tokens = self.seconds = 0.0
         elif self._progress is not None:
             self._progress.update(self._task, completed=step)
@@ -159,7 +163,7 @@ class Display(Hook):
         self.close()
 
     def show_line(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Show a line that stays, above the bar."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
@@ -179,7 +183,7 @@ class Display(Hook):
             self._live.update(Group(self._progress, Text("  ".join([loss, *validated, *rest]))))
 
     def fields(self) -> list[str]:
-        """The numbers of the last step, one string each."""
+        """Return the numbers of the last step, one string each."""
         assert self.result is not None
         speed = self.tokens / self.seconds if self.seconds else 0.0
         mfu = self._utilisation.at(speed)
@@ -195,11 +199,11 @@ class Display(Hook):
         ]
 
     def validated(self, between: str) -> str:
-        """``validation loss 1.2345, accuracy 0.9812``"""
+        """Return the numbers of the last evaluation: ``validation loss 1.2345, accuracy 0.9812``."""
         return "validation " + between.join(f"{name} {number:.4f}" for name, number in self.validation.items())
 
     def summary(self, result: StepResult) -> str:
-        """The line that ends a complete run."""
+        """Return the line that ends a complete run."""
         some = f" ({result.step - self.first} of them since it was resumed)" if self.first else ""
         done = f"done: {result.step} steps{some} in {clock(time.monotonic() - self._began)}, loss {result.loss:.4f}"
         validated = self.validated(", ") if self.validation else ""

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per step, written by the logging rank as soon as its numbers are there."""
+"""``metrics.jsonl``: one JSON object per step, written by the logging rank once its numbers have arrived."""
 
 from __future__ import annotations
 
@@ -23,57 +23,60 @@ from colossus.monitor.mfu import Utilisation
 from colossus.monitor.row_file import RowFile
 
 T = TypeVar("T")
-#: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
+#: seconds that a failed run waits for the numbers of a step, since its device may be stuck
 PATIENCE = 5.0
 
 
 class LateResults(Generic[T]):
-    """Results with what belongs to each, in the order of their steps: a hook that shows every step waits for none.
+    """Results of steps with further data, in the order of the steps. A hook that shows every step waits for none.
 
-    On the CPU a result is there when its step is over. On an accelerator its numbers travel while the next step runs,
-    and it is taken after that one. Whoever uses this takes what is left at the end.
+    On the CPU a result has its numbers when its step is over. On an accelerator the numbers are copied while the next
+    step
+    runs, and the result is taken after that one. The user of this class takes the remaining ones at the end.
     """
 
     def __init__(self) -> None:
         self._coming: deque[tuple[StepResult, T]] = deque()
         self._lock = threading.Lock()
 
-    def add(self, result: StepResult, belongings: T) -> int:
-        """Let the numbers of a step travel.
+    def add(self, result: StepResult, data: T) -> int:
+        """Start to copy the numbers of a step to the host.
 
         Returns:
-            How many of the last should not be taken yet: 1 on an accelerator, else 0.
+            The number of last results that should not be taken yet: 1 on an accelerator, else 0.
         """
         is_late = result.send_to_host()
-        self._coming.append((result, belongings))
+        self._coming.append((result, data))
         return int(is_late)
 
     @property
     def last(self) -> T | None:
-        """What belongs to the last one; None: all are written."""
+        """Data of the last result that was not taken; None if all were."""
         with self._lock:
             return self._coming[-1][1] if self._coming else None
 
     def take(self, write: Callable[[StepResult, T], None], *, but: int = 0, patience: float = math.inf) -> None:
-        """Take them in order, each once. May be called from any thread; while another one takes it waits as long.
+        """Take results in order, each once. May be called from any thread; a second thread waits for the first.
 
         Args:
-            write: what is done with each; its numbers are there. What it raises is raised here; the next call goes on
-                behind that result.
-            but: the last so many stay.
-            patience: seconds to wait for each one's numbers; from the first on that do not come all stay.
+            write: called with each result, whose numbers have arrived, and its data. What it raises is raised here; the
+                next
+                call continues after that result.
+            but: number of last results that are not taken.
+            patience: longest wait for the numbers of a result, in seconds; a result without numbers and all after it
+                stay.
         """
         if not self._lock.acquire(timeout=-1 if patience == math.inf else patience + 0.1):
             return
         try:
-            while len(self._coming) > but and _comes_in(self._coming[0][0], patience):
+            while len(self._coming) > but and _arrives(self._coming[0][0], patience):
                 write(*self._coming.popleft())
         finally:
             self._lock.release()
 
 
-def _comes_in(result: StepResult, seconds: float) -> bool:
-    """Wait for the numbers of a step, without end or for some seconds. Returns whether they are there."""
+def _arrives(result: StepResult, seconds: float) -> bool:
+    """Return whether the numbers of a step arrive within some seconds."""
     if seconds == math.inf:
         result.wait()
         return True
@@ -86,7 +89,7 @@ def _comes_in(result: StepResult, seconds: float) -> bool:
 
 
 class StepTimer:
-    """Seconds of a step: from its start (or the end of the one before) to its end, without evaluations."""
+    """Seconds of a step: from its start, or the end of the step before, to its end, without evaluations."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -101,8 +104,10 @@ class StepTimer:
 
 
 def peak_memory(device: torch.device) -> tuple[int, int | None]:
-    """The most bytes of this process so far: of tensors on its GPU, and what torch's allocator had taken for them (far
-    above the former it is fragmentation); on the CPU the resident memory, and None. Nothing is waited for.
+    """Return the peak memory of this process in bytes: of tensors on its GPU, and as reserved by torch's allocator.
+
+    A reserved size far above the first is fragmentation. On the CPU it is the resident memory, and None. It waits for
+    nothing.
     """
     if device.type != "cuda":
         return peak_resident_bytes(), None
@@ -112,38 +117,42 @@ def peak_memory(device: torch.device) -> tuple[int, int | None]:
 
 
 def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
-    """Calls and bytes sent along each axis (``data``), or tuple of axes that a collective takes as one."""
+    """Return calls and bytes sent along each axis (``data``), or along several axes that a collective joins."""
     names = sorted({axes for _, axes, _ in counter.entries})
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
 class Metrics(Hook):
-    """Writes one row per step, as soon as its numbers are there; numbers are not rounded, one that is none is ``NaN``.
+    """Writes one row per step, once its numbers have arrived. Numbers are not rounded; a missing one is ``NaN``.
 
     =========================================== =====================================================================
     step, loss, grad_norm, lr, tokens           of the step; the norm before clipping
     tokens_per_second, step_seconds             without evaluations
-    memory_bytes, time                          the most this rank has used so far: `peak_memory`
-    memory_reserved_bytes, mfu                  on a GPU; the latter where the device's peak and the model's operations
-                                                are known, of all devices (of a replica's, where these count alone)
-    validation_loss, validation_<name>          where an evaluation followed, also of each of ``eval_metrics``
-    replica                                     the loss, norm and tokens of the row are of this replica alone
-    consensus_distance                          where the average of replicas was made
-    skipped, loss_scale                         steps skipped so far, where steps can be; under fp16
-    experts                                     of each router by name, where there are any: `StepResult.experts`
+    memory_bytes, time                          peak memory of this rank so far (`peak_memory`)
+    memory_reserved_bytes, mfu                  on a GPU; mfu if the device's peak and the model's operations are
+                                                known, over all devices (those of a replica, if replicas do not wait)
+    validation_loss, validation_<name>          if an evaluation followed, also of each of ``eval_metrics``
+    replica                                     loss, norm and tokens of the row are of this replica alone
+    consensus_distance                          if replicas were averaged
+    skipped, loss_scale                         steps skipped so far, if steps can be; under fp16
+    experts                                     of each router by name, if there are any: `StepResult.experts`
     comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
-    checkpoint_stall_seconds                    that training has waited for checkpoints since the row before
+    checkpoint_stall_seconds                    time that training waited for checkpoints since the row before
     =========================================== =====================================================================
 
-    An accelerator is not waited for: the row of a step is written when the next step is over, before the end of an
-    evaluation or a checkpoint, at the end of the run and after an error; its ``step_seconds`` are from one such moment
-    to the next, so they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush``
-    and a stop write it without, and an evaluation that comes later completes the last row. The rows of the steps that a
-    checkpoint has are on the disk before it is complete; a run that goes on behind step N keeps the rows up to N and
-    drops those behind, which come again.
+    No row waits for an accelerator. The row of a step is written when the next step is over, before the end of an
+    evaluation
+    or a checkpoint, at the end of the run and after an error. Its ``step_seconds`` are the time between two such
+    moments, so
+    they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush`` and a stop write
+    it
+    without, and a later evaluation completes the last row. Before a checkpoint is complete, the rows of its steps are
+    on the
+    disk. A run that resumes after step N keeps the rows up to N and drops later ones, whose steps come again.
 
-    All hooks of the run are asked what else a row has (`Hook.add_to_row`), and are given each row that is written
-    (`Hook.on_row`), on the thread that trains.
+    `Hook.add_to_row` of all hooks of the run may add to a row, and `Hook.on_row` receives each row that is written, on
+    the
+    thread that trains.
 
     Args:
         path: the file; rows are appended.
@@ -152,7 +161,7 @@ class Metrics(Hook):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: RowFile | None = None
-        #: with the seconds of each step, and what else its row has
+        #: results with the seconds of each step and further values of its row
         self._rows: LateResults[tuple[float, dict[str, Any]]] = LateResults()
         self._train = Train()
         self._timer = StepTimer()
@@ -162,7 +171,7 @@ class Metrics(Hook):
         self._stalled = 0.0
         self._utilisation = Utilisation()
         self._hooks: Sequence[Any] = ()
-        #: rows that are written and not given to the hooks yet
+        #: rows that are written and that the hooks have not received yet
         self._written: deque[dict[str, Any]] = deque()
 
     def on_train_start(self, engine: Engine) -> None:
@@ -170,8 +179,8 @@ class Metrics(Hook):
         self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
-            goes_on = engine.checkpoints.resumed_from is not None or engine.checkpoints.is_restart
-            self._file = RowFile(self._path, engine.completed_steps if goes_on else None)
+            continues = engine.checkpoints.resumed_from is not None or engine.checkpoints.is_restart
+            self._file = RowFile(self._path, engine.completed_steps if continues else None)
             self._counts, self._train = engine.config.comm.accounting, engine.config.train
         self._timer.start()
 
@@ -218,12 +227,12 @@ class Metrics(Hook):
         self._counting.close()
         try:
             self._write(patience=PATIENCE)
-        except ValueError as second:  # what is wrong with a batch the ranks may have heard already
+        except ValueError as second:  # an error of a batch may be the one that has ended the run
             if str(second) != str(error):
                 raise
 
     def flush(self) -> None:
-        """Write the rows whose numbers are there, without waiting for a device. May be called from another thread."""
+        """Write the rows whose numbers have arrived, without waiting for a device. Any thread may call it."""
         self._rows.take(self._write_row, patience=0.0)
 
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
@@ -233,16 +242,16 @@ class Metrics(Hook):
             for hook in self._hooks:
                 hook.on_row(row)
 
-    def _write_row(self, result: StepResult, belongings: tuple[float, dict[str, Any]]) -> None:
-        seconds, more = belongings
+    def _write_row(self, result: StepResult, data: tuple[float, dict[str, Any]]) -> None:
+        seconds, more = data
         row = {key: getattr(result, key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
         row |= {"tokens_per_second": result.tokens / seconds, "step_seconds": seconds, **more}
         row |= {"experts": result.experts} if result.experts else {}
         counted = result.tokens if result.replica_tokens is None else result.replica_tokens
         mfu = self._utilisation.at(counted / seconds)
         has_scale = result.loss_scale is not None
-        maybe = {"mfu": mfu, "replica": result.replica, "loss_scale": result.loss_scale}
-        row |= {key: value for key, value in maybe.items() if value is not None}
+        optional = {"mfu": mfu, "replica": result.replica, "loss_scale": result.loss_scale}
+        row |= {key: value for key, value in optional.items() if value is not None}
         row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
         row |= {name: number for hook in self._hooks for name, number in hook.add_to_row(row).items()}
         self._written.append(row)

@@ -1,4 +1,4 @@
-"""Model FLOP utilisation: the operations of a model, counted, over those that the devices could have done.
+"""Model FLOP utilisation: the counted operations of a model over the peak of the devices.
 
 Peaks are from the data sheets of vendors (`colossus.hardware.data_sheets`); None where none is known.
 """
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What turns the speed of a run into its utilisation.
+    """The factors between the speed of a run and its utilisation.
 
     Recomputed activations are not counted: utilisation is of the model, not of the hardware.
 
     Attributes:
-        flops_per_token: of forward and backward, for each token (or what else the loss counts); 0 where
-            nothing counts them.
-        peak: FLOP/s of all devices whose tokens are counted together: of a replica where replicas count for themselves,
-            else of the run. None where it is not known.
+        flops_per_token: FLOPs of forward and backward for each token (or other unit that the loss counts); 0 if
+            unknown.
+        peak: FLOP/s of all devices whose tokens are counted together: of a replica if replicas do not wait for each
+            other,
+            else of the run. None if it is unknown.
     """
 
     flops_per_token: float = 0.0
@@ -40,7 +41,7 @@ class Utilisation:
 
     @classmethod
     def of(cls, engine: Engine) -> Utilisation:
-        """That of a run, whose devices are taken to be like this rank's."""
+        """Return the utilisation of a run, whose devices are assumed to be like this rank's."""
         model, context = engine.config.model, engine.context
         peak = device_peak(engine.device, engine.config.train.precision.compute)
         if model is None or peak is None:  # counting takes a second
@@ -50,20 +51,20 @@ class Utilisation:
         return cls(flops_per_token(model.spec()) or 0.0, peak * num_devices)
 
     def at(self, tokens_per_second: float) -> float | None:
-        """The utilisation at a speed; None where it is not known."""
+        """Return the utilisation at a speed; None if it is unknown."""
         if self.peak is None or not self.flops_per_token:
             return None
         return tokens_per_second * self.flops_per_token / self.peak
 
 
 def flops_per_token(model: Mapping[str, Any]) -> float | None:
-    """Floating-point operations per token (or what else the loss counts), forward and backward.
+    """Return floating-point operations per token (or other unit that the loss counts), forward and backward.
 
     torch's FlopCounterMode counts them in one sample, on the meta device, of the whole model on one rank: two for each
-    multiplication of a matmul, none for lookups, norms and biases. Attention is counted as its two matmuls of
-    [tokens, tokens] per head, causal or not, and recomputation (activation checkpointing, flash attention's backward)
-    is not counted: so do PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), with whose utilisations ours is
-    to be compared.
+    multiplication of a matmul, none for lookups, norms and biases. Attention is counted as its two matmuls of [tokens,
+    tokens] per head, causal or not. Recomputation (activation checkpointing, flash attention's backward) is not
+    counted. So
+    count PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), whose utilisations are comparable to ours.
 
     Args:
         model: ``dict(type=.., **options)``.
@@ -79,15 +80,15 @@ def flops_per_token(model: Mapping[str, Any]) -> float | None:
         with context, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             loss, _ = whole.loss(whole(batch["inputs"]), batch)
             loss.backward()
-    except Exception:  # a user's own may do anything; it trains all the same
+    except Exception:  # a user's model may do anything; it trains all the same
         return None
     return float(counter.get_total_flops() / batch["labels"].numel())
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of this rank's device; None on CPUs, whose peak depends on clocks that nobody can look up."""
+    """Return the peak FLOP/s of this rank's device; None for CPUs, whose clocks are unknown."""
     if device.type != "cuda":
         return None
-    # `matmul.allow_tf32` raises once this newer setting of torch was set to what that cannot say
+    # `matmul.allow_tf32` raises once this newer setting has a value that it cannot express
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)

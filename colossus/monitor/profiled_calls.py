@@ -1,4 +1,4 @@
-"""Which calls are regions of a profile: they are wrapped while one runs, and are their own selves else."""
+"""Calls that are regions of a profile. They are wrapped while one runs; outside of a profile they are untouched."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from colossus.tensor_parallel.gathered_weights import GatheredWeights
 #: parts of a step beside those over axes (`over`), in the order of tables
 BEFORE_AXES = ("forward", "backward", "wgrad")
 PIPELINE_IDLE, OPTIMIZER, DATA_WAIT = "pipeline idle", "optimizer", "data wait"
-BEHIND_AXES = (GATHERS, PIPELINE_IDLE, OPTIMIZER, DATA_WAIT, REST)
+AFTER_AXES = (GATHERS, PIPELINE_IDLE, OPTIMIZER, DATA_WAIT, REST)
 
-#: kind of an action -> its name, and its part of the step
+#: kind of an action -> its name, and its part of a step
 _ACTIONS = {
     "forward": ("forward", "forward"),
     "backward": ("backward", "backward"),
@@ -37,8 +37,9 @@ _ACTIONS = {
 
 
 def over(axes: str) -> str:
-    """The part of a step that is spent in communication over these axes. Where ranks of several stages meet, what is
-    sent is little, and they wait for the last of them.
+    """Return the part of a step that is spent in communication over these axes.
+
+    Communication that includes the pipeline axis is idle time: it sends little and waits for the last stage.
     """
     return PIPELINE_IDLE if "pipeline" in axes.split("x") else f"over {axes}"
 
@@ -47,9 +48,12 @@ class Point(NamedTuple):
     """A call that is a region.
 
     Attributes:
-        owner, name: where the function is.
-        describe: of the call's arguments the name of the region and its part; None: this call is none.
-        starts: the call starts what its result waits for: two regions, ``<name>: start`` and ``<name>: wait``.
+        owner: module, class or object that has the function.
+        name: name of the function.
+        describe: returns the name and the part of the region for the arguments of a call; None if the call is no
+            region.
+        starts: whether the call starts work that its result waits for; it is two regions, ``<name>: start`` and
+            ``<name>: wait``.
     """
 
     owner: Any
@@ -59,19 +63,19 @@ class Point(NamedTuple):
 
 
 def points(engine: Any) -> list[Point]:
-    """All of them."""
-    of_strategy = "over data" if engine.context.size("data") > 1 else REST
+    """Return all calls that are regions for an engine."""
+    strategy_part = "over data" if engine.context.size("data") > 1 else REST
 
     def collective(operation: str) -> Callable[..., tuple[str, str] | None]:
         def describe(*args: Any, **kwargs: Any) -> tuple[str, str] | None:
-            group = next(each for each in (*args, *kwargs.values()) if isinstance(each, AxisGroup))
+            group = next(value for value in (*args, *kwargs.values()) if isinstance(value, AxisGroup))
             return (f"{operation} over {group}", over(str(group))) if group.size > 1 else None
 
         return describe
 
     def action(executor: Any, action: Any, state: Any) -> tuple[str, str] | None:
         if action.kind == "reduce":
-            return f"sums of gradients stage {action.stage}", of_strategy
+            return f"sums of gradients stage {action.stage}", strategy_part
         if action.kind not in _ACTIONS:
             return None
         name, part = _ACTIONS[action.kind]
@@ -107,7 +111,7 @@ def points(engine: Any) -> list[Point]:
         Point(FlatRows, "start_gather", always("gather of weights: start", GATHERS)),
         Point(ShardedBlock, "_finish_gather", always("gather of weights: wait", GATHERS)),
         Point(GatheredWeights, "gather", weight, starts=True),
-        *(Point(strategy, name, always(f"strategy {name}", of_strategy)) for name in _MOMENTS),
+        *(Point(strategy, name, always(f"strategy {name}", strategy_part)) for name in _MOMENTS),
         Point(strategy, "step", always("optimizer update", OPTIMIZER)),
         Point(OptimizerStep, "run", always("optimizer step", OPTIMIZER)),
         Point(OptimizerStep, "_sum", always("gradient norm", OPTIMIZER)),
@@ -115,13 +119,13 @@ def points(engine: Any) -> list[Point]:
     ]
 
 
-#: of a strategy, beside its step
+#: methods of a strategy that are regions, beside its step
 _MOMENTS = ("begin_step", "finish", "after_step")
 
 
 @contextmanager
 def profiled(engine: Any, regions: Regions) -> Iterator[None]:
-    """Inside, all `points` are regions."""
+    """Make all `points` of an engine regions inside of a block."""
     with ExitStack() as stack:
         for point in points(engine):
             original = getattr(point.owner, point.name)
@@ -131,8 +135,8 @@ def profiled(engine: Any, regions: Regions) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``owner`` (a module, a class, an object) has another function of that name."""
-    own = vars(owner).get(name)  # None: that of a base class
+    """Replace a function of a module, a class or an object inside of a block."""
+    own = vars(owner).get(name)  # None: a base class has it
     setattr(owner, name, function)
     try:
         yield
@@ -158,7 +162,7 @@ def _in_region(original: Callable[..., Any], point: Point, regions: Regions) -> 
 
 
 def _waiting_in_region(started: Any, name: str, part: str, regions: Regions) -> Any:
-    """What was started (a `Pending`, or a function that waits), waited for in a region."""
+    """Return the result of a call (a `Pending`, or a function that waits) so that waiting for it is a region."""
     if isinstance(started, Ready):
         return started
     finish = started.wait if isinstance(started, Pending) else started
@@ -171,8 +175,7 @@ def _waiting_in_region(started: Any, name: str, part: str, regions: Regions) -> 
 
 
 def in_order(parts: Sequence[str]) -> list[str]:
-    """Parts of steps in the order of tables: what computes, axes by name, what waits."""
-    named = (*BEFORE_AXES, *BEHIND_AXES)
-    found = set(parts)
-    axes = sorted(found - set(named))
-    return [part for part in (*BEFORE_AXES, *axes, *BEHIND_AXES) if part in found]
+    """Return parts of steps in the order of tables: computation, axes by name, waits."""
+    named, present = (*BEFORE_AXES, *AFTER_AXES), set(parts)
+    axes = sorted(present - set(named))
+    return [part for part in (*BEFORE_AXES, *axes, *AFTER_AXES) if part in present]

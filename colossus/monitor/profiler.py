@@ -23,14 +23,16 @@ from colossus.monitor.profiled_calls import DATA_WAIT, in_order, profiled, repla
 from colossus.monitor.timed_regions import Regions
 
 FOLDER, SUMMARY = "profile", "summary.json"
-#: of more ranks the table has a row for each stage of the pipeline in place of one for each rank
+#: with more ranks the table has a row for each stage of the pipeline in place of each rank
 _MOST_ROWS = 16
 
 
 class Profiler(Hook):
-    """Times the regions of some steps on all ranks, and lets torch.profiler trace them on some. The last of the hooks.
+    """Times the regions of some steps on all ranks, and traces them by torch.profiler on some.
 
-    In the run folder are, once the last of these steps is over,
+    It is the last of the hooks.
+
+    After the last of these steps the run folder has
 
     - ``profile/rank<N>.trace.json.gz`` of each rank that is traced, for ui.perfetto.dev or chrome://tracing;
     - ``profile/summary.json``, from the logging rank, which prints it as a table::
@@ -42,14 +44,14 @@ class Profiler(Hook):
                     "step_seconds": 0.5,  mean of a step, from the wait for its batch to the end of its last hook
                     "seconds": {"forward": 0.1, ..}}, ..]}   means; they add up to step_seconds
 
-    Collective over all ranks before the first and behind the last of the steps.
+    Collective over all ranks before the first and after the last of the steps.
     """
 
     def __init__(self, section: Profile) -> None:
         self._section = section
         self._regions: Regions | None = None
         self._first = 0
-        #: what ends with the profile (calls are wrapped), with a step, and with the wait for its batch
+        #: contexts that end with the profile (wrapped calls), with a step, and with the wait for its batch
         self._profile, self._step, self._data_wait = ExitStack(), ExitStack(), ExitStack()
         self._trace: torch.profiler.profile | None = None
 
@@ -82,10 +84,10 @@ class Profiler(Hook):
         self._end(engine)
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        self._profile.close()  # to end a step or a trace would wait for a device that may be stuck
+        self._profile.close()  # ending a step or a trace would wait for a device that may be stuck
 
     def _wrap(self, engine: Any) -> None:
-        """One step ahead where there is one: what is compiled is compiled again, as other functions are called."""
+        """Wrap the calls, one step ahead if possible, since compiled functions that call them are compiled again."""
         self._regions = Regions(engine.device)
         self._profile.enter_context(profiled(engine, self._regions))
         train_step = engine.train_step
@@ -98,7 +100,7 @@ class Profiler(Hook):
         self._profile.enter_context(replaced(engine, "train_step", step_with_batch))
 
     def _start_together(self, engine: Any) -> None:
-        """Start the traces. That takes long the first time, and the other ranks would wait in their step."""
+        """Start the traces, and wait for all ranks, since the first start takes long."""
         ranks = self._section.ranks
         if ranks == "all" or engine.context.rank in ranks:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints that it begins and ends, on every rank
@@ -110,7 +112,7 @@ class Profiler(Hook):
         collectives.barrier(engine.context.group(engine.context.grid.names), engine.device)
 
     def _end(self, engine: Any) -> None:
-        """Write and print what was found. Collective."""
+        """Write and print the profile. Collective."""
         self._profile.close()
         steps = self._regions.steps if self._regions is not None else []
         self._regions = None
@@ -125,29 +127,29 @@ class Profiler(Hook):
         engine.strategy.sync_point()
         own = mean_parts(steps), engine.context.rank, engine.context.index("pipeline"), self._trace and str(trace)
         self._trace = None
-        found = all_gather_object(own, engine.context.group(engine.context.grid.names))
+        of_ranks = all_gather_object(own, engine.context.group(engine.context.grid.names))
         if engine.context.is_logging_rank:
             summary = {
                 "steps": [self._first, self._first + len(steps) - 1],
-                "parts": in_order([part for parts, *_ in found for part in parts]),
+                "parts": in_order([part for parts, *_ in of_ranks for part in parts]),
                 "ranks": [
                     {"rank": rank, "stage": stage, "step_seconds": sum(parts.values()), "seconds": parts}
-                    for parts, rank, stage, _ in found
+                    for parts, rank, stage, _ in of_ranks
                 ],
             }
             (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-            traces = [f"trace: {path}" for *_, path in found if path]
+            traces = [f"trace: {path}" for *_, path in of_ranks if path]
             print("\n".join([table(summary), f"table: {folder / SUMMARY}", *traces]), flush=True)
 
 
 def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Part -> mean over the steps, also over those that have none of it."""
+    """Return the mean of each part over all steps; a step without the part counts as 0."""
     parts = in_order([part for step in steps for part in step])
     return {part: fmean(step.get(part, 0.0) for step in steps) for part in parts}
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A summary in milliseconds and percent of the step: a row for each rank, or of many ranks for each stage."""
+    """Return a summary as a table of milliseconds and percent of the step, a row for each rank or stage."""
     ranks, parts = summary["ranks"], summary["parts"]
     stages = sorted({one["stage"] for one in ranks})
     rows = [(f"rank {one['rank']}" + (f", stage {one['stage']}" if len(stages) > 1 else ""), [one]) for one in ranks]

@@ -15,14 +15,20 @@ from colossus.config import ConfigError
 
 
 class RowFile:
-    """Rows are appended. A disk that takes none is one warning, and training goes on without them; a file that somebody
-    has removed is made again, after a warning.
+    """A file to which rows are appended.
+
+    If the disk does not take a row, a warning is printed once, and training continues. A file that somebody has removed
+    is
+    created again, with a warning.
 
     Args:
-        last_step: of a run that goes on: the rows behind it come again, so they are cut off. None leaves all.
+        path: path of the file.
+        last_step: last step of the checkpoint of a resumed run; later rows are cut off, since their steps come again.
+            None
+            keeps all.
 
     Raises:
-        ConfigError: for a file that may not be written, such as another user's.
+        ConfigError: if the file may not be written, for example because it is another user's.
     """
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
@@ -35,7 +41,7 @@ class RowFile:
             raise ConfigError(f"{path}: cannot be written to: {error.strerror or error}{_whose(path)}") from None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row: whatever happens next, its line is in the file."""
+        """Append a row. Its whole line is in the file when this returns."""
         try:
             if os.fstat(self._file).st_nlink == 0:
                 self._make_again()
@@ -44,7 +50,7 @@ class RowFile:
             self._warn()
 
     def complete(self, step: int, numbers: Mapping[str, Any]) -> bool:
-        """Add numbers to the last row, if it is of this step. Returns whether it was, and now has them."""
+        """Add numbers to the last row if it is of this step; return whether they were added."""
         with suppress(OSError), self._path.open("r+b", buffering=0) as file:
             old = b"".join(file.read().splitlines(keepends=True)[-1:])
             row = json.loads(old) if old.endswith(b"\n") else {}
@@ -60,7 +66,7 @@ class RowFile:
         return False
 
     def flush(self) -> None:
-        """Write what was appended to the disk."""
+        """Flush the rows to the disk."""
         with suppress(OSError):
             os.fsync(self._file)
 
@@ -80,7 +86,7 @@ class RowFile:
 
 
 def _whose(path: Path) -> str:
-    """Return in words that a file is another user's, where it is."""
+    """Return the text that a file is another user's; empty if it is not."""
     with suppress(OSError):
         if (owner := path.stat().st_uid) != os.getuid():
             return f" (it is of user {owner}, this run of user {os.getuid()}); move it away, or give another folder"
@@ -88,15 +94,15 @@ def _whose(path: Path) -> str:
 
 
 def append_whole(file: int, line: bytes) -> None:
-    """Append to a file by one unbuffered write: all of it, or, where an OSError is raised, nothing."""
+    """Append a line by one unbuffered write: all of it, or nothing if an OSError is raised."""
     size = os.fstat(file).st_size
-    if os.write(file, line) != len(line):  # a full disk takes a part: no half line
+    if os.write(file, line) != len(line):  # a full disk writes a part of it
         os.ftruncate(file, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _keep_rows(path: Path, last_step: int) -> None:
-    """Cut the file behind the rows of ``last_step``, or before what is no whole row."""
+    """Cut the file after the rows of ``last_step``, or before the first incomplete row."""
     size = 0
     with suppress(FileNotFoundError):
         with suppress(ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
 """A hook that names a rank which computes slower than the others: ``train.stragglers = 1.5``.
 
-Ranks that wait for each other take equally long for a step, so what is compared is a step without its waits.
+Ranks that wait for each other need equally long for a step, so the time of a step without its waits is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("colossus.monitor")
 
 
 class Slow(NamedTuple):
-    """A rank that is slow: its seconds of a step, and the median of those of the other ranks of its stage."""
+    """A slow rank: its seconds of a step, and the median of the other ranks of its stage."""
 
     rank: int
     seconds: float
@@ -42,10 +42,13 @@ class Slow(NamedTuple):
 class Stragglers(Hook):
     """Times one step of each row of the log on each rank, and compares them on the logging rank.
 
-    Each rank tells its seconds through the store in which the process group was made, and the logging rank takes what
-    is there: no collective, and nobody waits. With numbers of all ranks rows of metrics have ``slowest_rank`` and
-    ``slowest_ratio``, of its time to the median of the other ranks of its pipeline stage. On an accelerator the step
-    that is timed is waited for, by events of its stream. Steps that ``train.profile`` looks at are not timed.
+    Each rank writes its seconds to the store in which the process group was made, and the logging rank reads what is
+    there:
+    no collective, and no rank waits. If all ranks have written, rows of metrics have ``slowest_rank`` and
+    ``slowest_ratio``,
+    its time over the median of the other ranks of its pipeline stage. An accelerator is waited for after the timed
+    step, by
+    events of its stream. Steps of ``train.profile`` are not timed.
     """
 
     def __init__(self, section: StragglerSection) -> None:
@@ -55,7 +58,7 @@ class Stragglers(Hook):
         self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
         self._first = 0
         self._hosts: dict[int, str] = {}
-        #: of each rank the seconds of the last timed steps, and the last of these
+        #: by rank, the seconds of the last timed steps, and the number of the last of these
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=section.rows))
         self._steps: dict[int, int] = {}
         self._named: set[int] = set()
@@ -69,8 +72,8 @@ class Stragglers(Hook):
 
     def on_step_start(self, engine: Any) -> None:
         step = engine.completed_steps + 1
-        is_warm = step > self._first  # in which ranks connect, and wait for that
-        profile = engine.config.train.profile  # which wraps the same calls, one step ahead
+        is_warm = step > self._first  # in the first step ranks connect
+        profile = engine.config.train.profile  # it wraps the same calls, one step ahead
         is_profiled = profile is not None and profile.steps[0] - 1 <= step <= profile.steps[1]
         if step % self._every == 0 and is_warm and not is_profiled and dist.is_initialized():
             self._regions = Regions(engine.device)
@@ -83,34 +86,34 @@ class Stragglers(Hook):
         self._step.close()
         self._wrapped.close()
         (parts,), self._regions = self._regions.steps, None
-        told = json.dumps([result.step, computing(parts), socket.gethostname()])
+        entry = json.dumps([result.step, computing(parts), socket.gethostname()])
         store = engine.context.store()
-        store.set(_key(self._rank), told)
+        store.set(_key(self._rank), entry)
         if self._is_logging:
-            self._look(store)
+            self._compare(store)
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        self._wrapped.close()  # to end the step would wait for a device that may be stuck
+        self._wrapped.close()  # ending the step would wait for a device that may be stuck
 
     def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         slowest, self._slowest = self._slowest, None
         return {} if slowest is None else {"slowest_rank": slowest.rank, "slowest_ratio": slowest.ratio}
 
-    def _look(self, store: dist.Store) -> None:
-        """Take what ranks have told, and name those that are slow now and were not before."""
+    def _compare(self, store: dist.Store) -> None:
+        """Read the entries of the ranks, and log those that are slow now and were not before."""
         ranks = [rank for rank in range(self._grid.world_size) if store.check([_key(rank)])]
-        for rank, told in zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True):
-            step, seconds, host = json.loads(told)
+        for rank, entry in zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True):
+            step, seconds, host = json.loads(entry)
             if step != self._steps.get(rank):
                 self._steps[rank], self._hosts[rank] = step, host
                 self._seconds[rank].append(seconds)
         stages = {rank: self._grid.index(rank, "pipeline") for rank in ranks}
         compared = compare({rank: self._seconds[rank] for rank in ranks}, stages)
-        self._slowest = max(compared, key=lambda each: each.ratio, default=None)
+        self._slowest = max(compared, key=lambda entry: entry.ratio, default=None)
         slow = {
-            each.rank: each
-            for each in compared
-            if each.ratio > self._section.factor and len(self._seconds[each.rank]) == self._section.rows
+            entry.rank: entry
+            for entry in compared
+            if entry.ratio > self._section.factor and len(self._seconds[entry.rank]) == self._section.rows
         }
         for rank in slow.keys() - self._named:
             log.warning("%s", self._describe(slow[rank], sum(stage == stages[rank] for stage in stages.values()) - 1))
@@ -127,29 +130,29 @@ class Stragglers(Hook):
 
 
 def computing(parts: Mapping[str, float]) -> float:
-    """The seconds of a step that a rank does not wait for others.
+    """Return the seconds of a step in which a rank does not wait for others.
 
     Args:
-        parts: of the step, by `profiled_calls`.
+        parts: parts of the step, as in `profiled_calls`.
     """
     waits = (PIPELINE_IDLE, GATHERS)
     return sum(seconds for part, seconds in parts.items() if part not in waits and not part.startswith("over "))
 
 
 def compare(seconds: Mapping[int, Sequence[float]], stages: Mapping[int, int]) -> list[Slow]:
-    """Each rank with the others of its stage, by the medians of what they took; none where there are no others.
+    """Compare each rank with the others of its stage, by medians; empty if there are no others.
 
     Args:
-        seconds: of each rank, of its last steps.
-        stages: of each rank its pipeline stage.
+        seconds: by rank, seconds of its last steps.
+        stages: by rank, its pipeline stage.
     """
-    own = {rank: median(of_rank) for rank, of_rank in seconds.items() if of_rank}
-    found = []
-    for rank, mine in own.items():
-        others = [each for other, each in own.items() if other != rank and stages[other] == stages[rank]]
+    medians = {rank: median(several) for rank, several in seconds.items() if several}
+    compared = []
+    for rank, own in medians.items():
+        others = [value for other, value in medians.items() if other != rank and stages[other] == stages[rank]]
         if others and (middle := median(others)) > 0:
-            found.append(Slow(rank, mine, middle))
-    return found
+            compared.append(Slow(rank, own, middle))
+    return compared
 
 
 def _key(rank: int) -> str:

@@ -1,5 +1,6 @@
-"""Named regions of a step on one rank: each interval of time belongs to the innermost, so that the parts of a step add
-up to the step.
+"""Named regions of a step on one rank.
+
+Each interval of time belongs to the innermost region, so that the parts of a step add up to the step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-#: part of a step: what has no other name
+#: part of a step: time in no other part
 REST = "rest"
-#: part of a step: weights become whole; collectives inside of such a region are of this part
+#: part of a step: weights are gathered; collectives inside of such a region belong to this part
 GATHERS = "gathers"
 
 
 class HostClock:
-    """Seconds of this process, for a device that computes while it is told what to."""
+    """Seconds of this process, for a device that computes synchronously."""
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -31,12 +32,15 @@ class HostClock:
         return float(ended - began)
 
     def settle(self) -> None:
-        """Before `seconds` is asked."""
+        """Wait until `seconds` can be called."""
 
 
 class DeviceClock:
-    """Seconds of an accelerator's current stream, by events in it: when the device gets to a region, not when the host
-    does. A stream that waits for a collective, or has nothing to do, waits in the region that the host had come to.
+    """Seconds of an accelerator's current stream, by events in it.
+
+    It measures when the device reaches a region, not when the host does. A stream that is idle or waits for a
+    collective
+    counts in the region that the host has reached.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,24 +61,27 @@ class DeviceClock:
 class Regions:
     """The regions of this rank, in steps and between them.
 
-    Regions of other threads count for nothing, but for those of a backward, for which the main thread waits.
+    Regions of other threads do not count, except those of a backward, for which the main thread waits.
+
+    Args:
+        device: device of the rank.
 
     Attributes:
-        steps: of each `step` its parts, in seconds.
+        steps: seconds of the parts of each `step`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.steps: list[dict[str, float]] = []
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self._thread = threading.get_ident()
-        #: (name, part) of those that are open, the innermost last
+        #: (name, part) of the open regions, the innermost last
         self._open: list[tuple[str, str]] = []
-        #: of the running step: (time, part that begins then)
+        #: (time, part that begins then) in the running step
         self._marks: list[tuple[Any, str]] | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step: what is inside is counted."""
+        """Count the block as a step."""
         self._marks = []
         with self.region(f"step {number}", REST):
             yield
@@ -87,8 +94,9 @@ class Regions:
 
     @contextmanager
     def region(self, name: str, part: str) -> Iterator[None]:
-        """Around some work, under its name for torch.profiler, where it runs; a region inside of one of the same name
-        is none.
+        """Count the block as a region, under its name for torch.profiler, where it runs.
+
+        A region inside of one of the same name is none.
         """
         outer_name, outer_part = self._open[-1] if self._open else ("", REST)
         if outer_name == name or not self._counts_thread():

@@ -1,6 +1,4 @@
-"""Parameter servers: requests and replies between workers and servers, what a server keeps, and tensors at servers in a
-training loop of one's own.
-"""
+"""Parameter servers: calls of workers, the store of a server, and tensors at servers for a user's own training loop."""
 
 from typing import TYPE_CHECKING
 

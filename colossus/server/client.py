@@ -1,4 +1,4 @@
-"""A worker's view of all servers: tensors by name, pushed and pulled whole or by rows."""
+"""The servers as a worker sees them: tensors by name, pushed and pulled whole or by rows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ _NONE: Options = MappingProxyType({})
 
 
 class Servers:
-    """All servers of a run, from one worker. Thread-safe.
+    """All servers of a run, seen from one worker. Thread-safe.
 
-    A tensor is cut over the servers by rows (`Sharding`): all workers have to make and free the same tensors in the
-    same order, and agree without talking. An operation on several tensors is one message for each server. Everything
-    returns a handle; what a worker starts at one server is done there in the order in which it was started.
+    Each tensor is split over the servers by rows (`Sharding`). All workers must create and free the same tensors in the
+    same
+    order; they then agree on the split without a message. An operation on several tensors is one message for each
+    server.
+    All operations return a handle. A server executes the operations of a worker in the order in which they were
+    started.
 
     Args:
-        clients: one for each server, in the order of their indices.
+        clients: a client for each server, in the order of their indices.
         worker: number of this worker.
-        workers: of all that take part in synchronous steps and clocks; None: this one alone.
+        workers: all workers in synchronous steps and clocks; None: this one alone.
 
     Attributes:
-        sharding: what is where.
+        sharding: the split of the tensors.
     """
 
     def __init__(self, clients: Sequence[RpcClient], worker: int, workers: Sequence[int] | None = None) -> None:
@@ -46,10 +49,10 @@ class Servers:
         self._lock = threading.RLock()
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Say goodbye to all servers, which go on.
+        """Leave all servers, which continue.
 
         Args:
-            patience_seconds: for which calls under way are waited for, at each; None: without end.
+            patience_seconds: longest wait for calls under way, at each server; None: forever.
         """
         for client in self._clients:
             client.close(patience_seconds)
@@ -65,15 +68,16 @@ class Servers:
         source: int | None = None,
         workers: Sequence[int] | None = None,
     ) -> Handle[None]:
-        """Make tensors. All workers call it with tensors of the same names, shapes and dtypes, and wait for the handle.
+        """Create tensors; all workers call it with the same names, shapes and dtypes, and wait for the handle.
 
         Args:
-            tensors: of ``source`` the values count, of others shapes and dtypes (they may be on the meta device).
-            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.row_rules`: sgd,
-                momentum, adagrad, rowwise_adagrad, adam; None: these tensors take no gradients.
-            optimizers: by name, where it differs.
-            source: the worker whose values count; None: the first.
-            workers: all that call it; None: those that take part in synchronous steps.
+            tensors: tensors by name. The values of ``source`` are stored; other workers' may be on the meta device.
+            optimizer: optimizer of the rule ``gradient``, dict(type=.., **options), by a name of
+                `colossus.rows.row_rules`:
+                sgd, momentum, adagrad, rowwise_adagrad, adam. None: these tensors take no gradients.
+            optimizers: optimizers by name of the tensor, where they differ.
+            source: the worker whose values are stored; None: the first.
+            workers: all workers that call it; None: those in synchronous steps.
         """
         source = self.workers[0] if source is None else source
         has_values = source == self.worker
@@ -91,19 +95,25 @@ class Servers:
         values = self.sharding.split(tensors) if has_values else {}
         common = {"has_values": has_values, "source": source, "workers": list(workers or self.workers)}
         calls = []
-        for server, of_server in specs.items():
-            header = {"names": [spec["name"] for spec in of_server], "specs": of_server, **common}
+        for server, specs_of_server in specs.items():
+            header = {"names": [spec["name"] for spec in specs_of_server], "specs": specs_of_server, **common}
             calls.append(self._clients[server].call("create", header, values[server].arrays if has_values else ()))
         return Handle(calls, _nothing)
 
     def free(self, names: Sequence[str]) -> Handle[None]:
-        """This worker needs tensors no more; they are gone when all that have made them say so."""
+        """Free tensors of this worker. They are deleted when all workers that have created them have freed them."""
         with self._lock:
             servers = self.sharding.by_server(names)
             for name in names:
                 self.sharding.remove(name)
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
-        return Handle([self._clients[server].call("free", {"names": of}) for server, of in servers.items()], _nothing)
+        return Handle(
+            [
+                self._clients[server].call("free", {"names": names_of_server})
+                for server, names_of_server in servers.items()
+            ],
+            _nothing,
+        )
 
     def push(
         self,
@@ -113,26 +123,29 @@ class Servers:
         *,
         options_of: Mapping[str, Options] = _NONE,
     ) -> Handle[dict[str, int | None]]:
-        """Change tensors at the servers. Tensors may be changed as soon as this returns.
+        """Change tensors at the servers. The values may be changed as soon as this returns.
 
         Args:
-            values: by name a tensor of the whole shape (a sparse one: its rows), rows (`RowGradient`), or None: all of
-                it for ``zero``, no change for ``gradient``.
+            values: by name a tensor of the whole shape (rows, if it is sparse), rows (`RowGradient`), or None, which
+                means all
+                rows for ``zero`` and no change for ``gradient``.
             rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
-            options: of this update: ``lr``, ``scale`` (a factor of the gradient), ``clip_value`` (the largest absolute
-                value of an element, after that), or what else the optimizer has.
-            options_of: the same by name, where they differ.
+            options: options of this update: ``lr``, ``scale`` (a factor of the gradient), ``clip_value`` (the largest
+                absolute
+                value of an element, after that), or other options of the optimizer.
+            options_of: options by name, where they differ.
 
         Returns:
-            By name the staleness: how many updates of it, this worker's included, were applied since this worker pulled
-            it, the largest over its shards; None where it never did, and for ``zero`` and ``copy``.
+            Staleness by name: the number of updates, this one included, since this worker pulled the tensor, the
+                largest over
+            its shards. None if it never pulled it, and for ``zero`` and ``copy``.
 
         Raises:
-            ValueError: a value does not fit its tensor.
+            ValueError: if a value does not fit its tensor.
         """
-        found, counts = self.sharding.split(values), rule in ("add", "gradient")
+        pieces_by_server, counts = self.sharding.split(values), rule in ("add", "gradient")
         calls = []
-        for server, pieces in found.items():
+        for server, pieces in pieces_by_server.items():
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
             header = pieces.header(rule=rule, options=chosen, bases=bases)
@@ -140,36 +153,46 @@ class Servers:
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
             most: dict[str, int | None] = dict.fromkeys(values)
-            for pieces, reply in zip(found.values(), replies, strict=True):
-                for name, stale in zip(pieces.names, reply.header["staleness"], strict=True):
+            for pieces, reply in zip(pieces_by_server.values(), replies, strict=True):
+                for name, count in zip(pieces.names, reply.header["staleness"], strict=True):
                     before = most[name]
-                    most[name] = stale if before is None else max(before, stale or 0)
+                    most[name] = count if before is None else max(before, count or 0)
             return most
 
         return Handle(calls, staleness)
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
-        """Values of tensors, of each shard at one time. They are written to until the handle was waited for."""
-        found, copy = self.sharding.targets(into)
+        """Pull the values of tensors; those of each shard are of one time.
+
+        ``into`` is written to until the handle was waited for.
+        """
+        pieces, copy = self.sharding.targets(into)
 
         def finish(replies: list[Reply]) -> None:
             copy()
-            self._pulled(found, replies)
+            self._record_versions(pieces, replies)
 
-        return Handle(self._of_pieces("pull", found), finish)
+        return Handle(self._calls("pull", pieces), finish)
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
-        """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
-        found, rows = self.sharding.wanted_rows(ids)
+        """Pull some rows of tensors.
+
+        Args:
+            ids: by name, ids of rows, int64 [n], ascending and unique.
+
+        Returns:
+            The rows by name, [n, ...].
+        """
+        pieces, rows = self.sharding.wanted_rows(ids)
 
         def finish(replies: list[Reply]) -> dict[str, Tensor]:
-            self._pulled(found, replies)
+            self._record_versions(pieces, replies)
             return rows
 
-        return Handle(self._of_pieces("pull", found), finish)
+        return Handle(self._calls("pull", pieces), finish)
 
-    def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
-        for (server, pieces), reply in zip(found.items(), replies, strict=True):
+    def _record_versions(self, pieces_by_server: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
+        for (server, pieces), reply in zip(pieces_by_server.items(), replies, strict=True):
             for name, version in zip(pieces.names, reply.header["versions"], strict=True):
                 if name in self.sharding.specs:  # it may have been freed meanwhile
                     self._versions[name, server] = version
@@ -177,29 +200,31 @@ class Servers:
     # -- synchronous steps ----------------------------------------------------------------------------------
 
     def accumulate(self, step: int, values: Mapping[str, Value]) -> Handle[None]:
-        """Give this worker's part of the gradients of a step; None where it has none. All workers give each of them
-        once. A sum does not depend on the order of arrival.
+        """Send this worker's part of the gradients of a step. Each worker sends each tensor once.
+
+        The sum does not depend on the order of arrival.
 
         Args:
-            step: ascending.
+            step: number of the step, ascending.
+            values: gradients by name; None where the worker has none.
         """
-        found = self.sharding.split(values)
-        return Handle(self._of_pieces("accumulate", found, step=step, workers=list(self.workers)), _nothing)
+        pieces = self.sharding.split(values)
+        return Handle(self._calls("accumulate", pieces, step=step, workers=list(self.workers)), _nothing)
 
     def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
-        """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
-        servers.
-        """
+        """Return the square of the norm of each tensor's sum over workers, when all parts are at the servers."""
         servers = self.sharding.by_server(names)
         calls = [
-            self._clients[server].call("squares", {"names": of, "step": step, "workers": list(self.workers)})
-            for server, of in servers.items()
+            self._clients[server].call(
+                "squares", {"names": names_of_server, "step": step, "workers": list(self.workers)}
+            )
+            for server, names_of_server in servers.items()
         ]
 
         def total(replies: list[Reply]) -> dict[str, float]:
             squares = dict.fromkeys(names, 0.0)
-            for of, reply in zip(servers.values(), replies, strict=True):
-                for name, square in zip(of, reply.arrays[0].tolist(), strict=True):
+            for names_of_server, reply in zip(servers.values(), replies, strict=True):
+                for name, square in zip(names_of_server, reply.arrays[0].tolist(), strict=True):
                     squares[name] += square
             return squares
 
@@ -215,97 +240,107 @@ class Servers:
         found_inf: bool = False,
         into: Mapping[str, Tensor] | None = None,
     ) -> Handle[None]:
-        """One update by the sums of a step, whose `squares` are known. All workers may ask for it; it is done once.
+        """Update by the sums of a step, after `squares`. All workers may ask for it; it is done once.
 
         Args:
-            options: of the optimizers, as for `push`; ``scale`` is one over the tokens, say, times the clip.
-            options_of: the same by name, where they differ.
-            found_inf: do not update, and forget the sums.
-            into: where the values go afterwards, by name.
+            step: number of the step.
+            names: the tensors.
+            options: options of the optimizers, as for `push`; ``scale`` is, for example, 1 / tokens times the clip
+                factor.
+            options_of: options by name, where they differ.
+            found_inf: whether to drop the sums and not update.
+            into: tensors by name that receive the new values.
         """
         servers = self.sharding.by_server(names)
         targets, copy = self.sharding.targets({} if into is None else {name: into[name] for name in names})
         common = {"step": step, "found_inf": found_inf, "pull": into is not None}
         calls = []
-        for server, of in servers.items():
-            header = common | {"names": of, "options": [dict(options_of.get(name, options)) for name in of]}
+        for server, names_of_server in servers.items():
+            header = common | {
+                "names": names_of_server,
+                "options": [dict(options_of.get(name, options)) for name in names_of_server],
+            }
             calls.append(self._clients[server].call("apply", header, (), targets[server].into if into else ()))
         return Handle(calls, lambda replies: copy())
 
     # -- workers --------------------------------------------------------------------------------------------
 
     def clock(self, step: int, max_staleness: int) -> Handle[None]:
-        """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
-        finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0.
+        """Wait until this worker, which has finished ``step`` steps, may begin the next.
+
+        It may if no other living worker has finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013).
+        Server 0
+        counts.
         """
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
         return Handle([self._clients[0].call("clock", header)], _nothing)
 
     def waiting_for(self) -> list[tuple[int, list[int], str]]:
-        """What the calls of this worker that are under way wait for at the servers, now: of each the server, the
-        workers that it waits for, and what these have not done.
-        """
+        """Return what this worker's calls wait for at the servers: (server, workers, what these have not done)."""
         calls = [client.call("waiting_for") for client in self._clients]
         replies = [call.result() for call in calls]
-        return [(server, *each) for server, reply in enumerate(replies) for each in reply.header["waits"]]
+        return [(server, *wait) for server, reply in enumerate(replies) for wait in reply.header["waits"]]
 
     def wait_or_name_missing(self, handle: Handle[T], seconds: float) -> T:
-        """The result of what depends on other workers.
+        """Return the result of a handle that depends on other workers.
 
         Raises:
-            PeerGone: some did not come in time; it names them.
-            ServerGone, Refused: as `Handle.wait` has it.
+            PeerGone: naming the workers that did not come in time.
+            ServerGone, Refused: see `Handle.wait`.
         """
         while True:
             try:
                 return handle.wait(seconds)
             except TimeoutError as error:
-                if waits := self.waiting_for():  # else the servers are at work
+                if waits := self.waiting_for():  # else the servers are busy
                     ranks = ", ".join(map(str, sorted({worker for _, workers, _ in waits for worker in workers})))
                     server, _, words = waits[0]
                     raise PeerGone(
-                        f"timeout: rank {ranks} did not come to the servers within {seconds:g} s "
-                        f"(comm.timeout_seconds): server {server} waits for those that {words}"
+                        f"timeout: rank {ranks} did not reach the servers within {seconds:g} s "
+                        f"(comm.timeout_seconds): server {server} waits for workers that {words}"
                     ) from error
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
-        """Values and what optimizers keep."""
+        """Return the values of tensors and the state of their optimizers."""
         servers = self.sharding.by_server(names)
-        calls = [self._clients[server].call("dump", {"names": of}) for server, of in servers.items()]
-        rows_of = {name: self.sharding.specs[name].num_rows for name in names}
+        calls = [
+            self._clients[server].call("dump", {"names": names_of_server})
+            for server, names_of_server in servers.items()
+        ]
+        num_rows = {name: self.sharding.specs[name].num_rows for name in names}
 
         def finish(replies: list[Reply]) -> dict[str, TensorState]:
-            found: dict[str, list[tuple[int, TensorState]]] = {name: [] for name in names}
-            for of, reply in zip(servers.values(), replies, strict=True):
+            parts: dict[str, list[tuple[int, TensorState]]] = {name: [] for name in names}
+            for names_of_server, reply in zip(servers.values(), replies, strict=True):
                 arrays = iter(reply.arrays)
-                for name, given in zip(of, reply.header["tensors"], strict=True):
-                    rows = {key: next(arrays) for key in given["keys"]}
-                    found[name].append((given["start"], TensorState(rows, given["scalars"])))
-            return {name: TensorState.joined(rows_of[name], parts) for name, parts in found.items()}
+                for name, entry in zip(names_of_server, reply.header["tensors"], strict=True):
+                    rows = {key: next(arrays) for key in entry["keys"]}
+                    parts[name].append((entry["start"], TensorState(rows, entry["scalars"])))
+            return {name: TensorState.joined(num_rows[name], several) for name, several in parts.items()}
 
         return Handle(calls, finish)
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
-        """Take back what `state` gave, of all rows or of some, for tensors that are there."""
-        found: dict[int, tuple[list[dict[str, Any]], list[Tensor]]] = {}
+        """Load what `state` returned, for all rows or for some, into existing tensors."""
+        by_server: dict[int, tuple[list[dict[str, Any]], list[Tensor]]] = {}
         for name, state in states.items():
             for part in self.sharding.ranges_of(name):
-                tensors, arrays = found.setdefault(part.server, ([], []))
+                tensors, arrays = by_server.setdefault(part.server, ([], []))
                 rows = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
                 tensors.append({"name": name, "start": part.start, "keys": list(rows), "scalars": state.scalars})
                 arrays += rows.values()
         calls = [
             self._clients[server].call("load", {"tensors": tensors}, arrays)
-            for server, (tensors, arrays) in found.items()
+            for server, (tensors, arrays) in by_server.items()
         ]
         return Handle(calls, _nothing)
 
-    def _of_pieces(self, op: str, found: Mapping[int, Pieces], **more: Any) -> list[Future[Reply]]:
+    def _calls(self, op: str, pieces_by_server: Mapping[int, Pieces], **more: Any) -> list[Future[Reply]]:
         return [
             self._clients[server].call(op, pieces.header(**more), pieces.arrays, pieces.into or None)
-            for server, pieces in found.items()
+            for server, pieces in pieces_by_server.items()
         ]
 
 

@@ -1,4 +1,4 @@
-"""What workers and servers say to each other: requests and replies as frames of `colossus.comm.net`.
+"""Messages between workers and servers: requests and replies as frames of `colossus.comm.net`.
 
 The head of a frame is JSON; its payload is tensors, one after the other, each aligned.
 """
@@ -23,10 +23,10 @@ _ALIGNMENT = 64
 
 
 class ServerGone(PeerGone):
-    """A server has ended, has failed, or gives no sign of life.
+    """A server has ended, has failed, or is silent.
 
     Attributes:
-        index: of the server.
+        index: index of the server.
     """
 
     def __init__(self, index: int, address: str, reason: str) -> None:
@@ -34,16 +34,16 @@ class ServerGone(PeerGone):
 
 
 class Refused(RuntimeError):
-    """The server lives, and has refused this call: its handler has said why by `Request.fail`."""
+    """A living server has refused this call. The message is that of `Request.fail`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server has answered.
+    """The answer of a server.
 
     Attributes:
-        header: as the handler gave it.
-        arrays: where the call was given ``into``, those tensors; else new ones, the caller's own.
+        header: header that the handler has sent.
+        arrays: the tensors of ``into``, if the call had some; else new ones, which the caller owns.
     """
 
     header: dict[str, Any]
@@ -52,13 +52,13 @@ class Reply:
 
 @dataclass(eq=False)
 class Request:
-    """What a worker asks for, as the handler of a server gets it. It is answered once, at once or later.
+    """A worker's request at a server's handler. It is answered once, at once or later.
 
     Attributes:
-        worker: its number.
-        op: what is asked for.
-        header: data of JSON.
-        arrays: on the host, contiguous; only to be read, and valid until the answer. Who keeps one longer clones it.
+        worker: number of the worker.
+        op: name of the operation.
+        header: JSON data.
+        arrays: contiguous tensors on the host, read-only, valid until the answer; a handler that keeps one clones it.
     """
 
     worker: int
@@ -68,24 +68,24 @@ class Request:
     _answer: Callable[[dict[str, Any], Sequence[Tensor]], None] = field(repr=False)
 
     def reply(self, header: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()) -> None:
-        """Answer. The arrays are copied before this returns. A worker that is gone is answered in silence."""
+        """Answer the request. The arrays are copied before this returns. A worker that is gone receives nothing."""
         self._answer({"h": header or {}}, arrays)
         self.arrays = []
 
     def fail(self, error: Exception) -> None:
-        """Refuse the request: the result of the worker's call is `Refused`, with the words of this error."""
+        """Refuse the request: the worker's call raises `Refused` with the message of this error."""
         self._answer({"e": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}, ())
         self.arrays = []
 
 
 class Packing:
-    """Where tensors lie in a buffer.
+    """The layout of tensors in a buffer.
 
     Args:
-        described: dtype and shape of each, as JSON has them.
+        described: dtype and shape of each tensor, as in JSON.
 
     Attributes:
-        num_bytes: of the buffer, with what alignment takes.
+        num_bytes: bytes of the buffer, alignment included.
     """
 
     def __init__(self, described: Sequence[Any]) -> None:
@@ -102,11 +102,11 @@ class Packing:
         return cls([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in a buffer, uint8 [at least ``num_bytes``]."""
+        """Return the tensors in a buffer, uint8 [at least ``num_bytes``]."""
         return [buffer[start:stop].view(dtype).view(tuple(shape)) for dtype, shape, start, stop in self._spans]
 
     def targets(self, tensors: Sequence[Tensor]) -> list[memoryview] | None:
-        """The memory of such tensors as a buffer in pieces; None where they are not contiguous."""
+        """Return the memory of such tensors as pieces of a buffer; None if they are not contiguous."""
         if not all(tensor.is_contiguous() for tensor in tensors):
             return None
         pieces: list[memoryview] = []
@@ -118,7 +118,10 @@ class Packing:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Of the same shape. Other threads run meanwhile, and none of torch's own are used where both are contiguous."""
+    """Copy a tensor into another of the same shape.
+
+    Contiguous tensors are copied without torch's threads; other threads of this process run meanwhile.
+    """
     target, source = target.detach(), source.detach()
     if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype and not source.is_conj():
         if target.numel():
@@ -128,12 +131,12 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8 [bytes]."""
+    """Return the memory of a contiguous tensor, uint8 [bytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def send(stream: Stream, head: dict[str, Any], arrays: Sequence[Tensor], buffers: BufferPool) -> int:
-    """Send a message; the arrays, on the host, are copied before this returns. Returns their bytes."""
+    """Send a message and return the bytes of its arrays. They are on the host, and copied before this returns."""
     packing = Packing.of(arrays)
     raw = json.dumps(head | {"a": packing.described}, separators=(",", ":")).encode()
     if not packing.num_bytes:
@@ -147,11 +150,12 @@ def send(stream: Stream, head: dict[str, Any], arrays: Sequence[Tensor], buffers
 
 
 class Messages:
-    """What both ends make of frames: see `colossus.comm.net.Receiver`.
+    """A receiver of messages at either end: see `colossus.comm.net.Receiver`.
 
     Args:
-        into_of: tensors of the reader's, of the kinds of a message, to which it goes.
-        take: is told of each message: its head, its arrays, and the memory that they lie in, None if it is ``into``'s.
+        buffers: pool of buffers for the payload.
+        into_of: returns the reader's tensors that a message is written to, None for a new buffer.
+        take: called with each message: its head, its arrays, and the buffer that they lie in, None if it is ``into``'s.
         end: see `Receiver.on_end`.
     """
 
@@ -163,25 +167,25 @@ class Messages:
         end: Callable[[str | None], object],
     ) -> None:
         self._buffers, self._into_of, self._take, self._end = buffers, into_of, take, end
-        self._came: tuple[list[Tensor], Tensor | None] | None = None
+        self._payload: tuple[list[Tensor], Tensor | None] | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
         described = json.loads(head)
         packing = Packing(described["a"])
         into = self._into_of(described)
         if into is not None and (pieces := packing.targets(into)) is not None:
-            self._came = list(into), None
+            self._payload = list(into), None
             return pieces
         buffer = self._buffers.take(size)
-        self._came = packing.views(buffer), buffer
+        self._payload = packing.views(buffer), buffer
         return [memoryview(buffer.numpy())]  # type: ignore[arg-type]
 
     def on_frame(self, head: bytes) -> None:
         described = json.loads(head)
-        came, self._came = self._came, None
-        if came is None:  # no bytes have come
-            came = Packing(described["a"]).views(torch.empty(0, dtype=torch.uint8)), None
-        self._take(described, *came)
+        payload, self._payload = self._payload, None
+        if payload is None:  # the message has no payload
+            payload = Packing(described["a"]).views(torch.empty(0, dtype=torch.uint8)), None
+        self._take(described, *payload)
 
     def on_end(self, reason: str | None) -> None:
         self._end(reason)

@@ -1,7 +1,6 @@
-"""The end of a worker: calls at a server, many under way at once, with replies in any order.
+"""The client of a worker: calls at a server, many under way at once, with replies in any order.
 
-A request is applied at most once: a connection is never made again, and when it is lost all calls of its client end
-with `ServerGone`.
+A request is applied at most once: a lost connection is not made again, and all calls of its client raise `ServerGone`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from colossus.server.frames import Messages, Refused, Reply, ServerGone, copy, s
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: what a client says of itself: the number of its worker
+#: greeting of a client: the number of its worker
 WORKER = struct.Struct("<i")
-#: bytes of tensors under way; then the next call waits
+#: bytes of tensors under way, above which the next call waits
 _MOST_CALL_BYTES = 256 << 20
-#: memory that is kept for later
+#: size of the pool of buffers
 _POOLED_BYTES = 256 << 20
-#: in which what is left must be written at the end
+#: longest time to write the last messages when a connection is closed
 _CLOSE_SECONDS = 2.0
 
 
@@ -43,19 +42,19 @@ class _Pending:
 
 
 class RpcClient:
-    """The calls of one worker at one server. From any thread.
+    """The calls of one worker at one server. Thread-safe.
 
     Args:
         endpoint: `RpcServer.endpoint`.
-        token: of the run.
-        worker: number of this worker, an int32; one client of a number at a time.
-        timeout_seconds: of silence after which the server is taken for dead, at least
+        token: key of the run.
+        worker: number of this worker, an int32; only one client of a number is connected at a time.
+        timeout_seconds: silence after which the server counts as dead, at least
             `colossus.server.process.LEAST_TIMEOUT_SECONDS`.
-        on_progress: called by a thread of the client whenever a reply has come.
+        on_progress: called by a thread of the client after each reply.
 
     Raises:
-        ServerGone: nothing answers at the endpoint.
-        Refused: the server does not take this worker: a wrong token, or another client of its number is connected.
+        ServerGone: if nothing answers at the endpoint.
+        Refused: if the token is wrong, or another client of this number is connected.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class RpcClient:
         self._changed = threading.Condition(threading.RLock())
         self._pending: dict[int, _Pending] = {}
         self._last = self._num_bytes = 0
-        #: why there are no calls any more
+        #: why no call can be made any more
         self._gone: str | None = None
         self._is_closed = False
         self._welcome: Future[str | None] = Future()
@@ -104,21 +103,22 @@ class RpcClient:
         arrays: Sequence[Tensor] = (),
         into: Sequence[Tensor] | None = None,
     ) -> Future[Reply]:
-        """Start a call. Waits while too much is under way.
+        """Start a call. Waits while too many bytes are under way.
 
-        The result is `ServerGone` when the server has ended or is silent, `Refused` when its handler has refused the
-        request. A server that lives but has not answered is waited for without end: it may have reasons, as a bound on
-        staleness is one.
+        The result is `ServerGone` if the server has ended or is silent, `Refused` if its handler has refused the
+        request. A
+        living server may delay an answer without limit, for example by a bound on staleness.
 
         Args:
-            op: what is asked for.
-            header: data of JSON.
-            arrays: on the host; copied before this returns, so that they may be changed afterwards.
-            into: where the arrays of the reply go, of the same number, shapes and dtypes: written to by a thread of the
-                client at any time until the call is done. None: new tensors.
+            op: name of the operation.
+            header: JSON data.
+            arrays: tensors on the host; they are copied before this returns.
+            into: tensors that receive the arrays of the reply, of the same number, shapes and dtypes. A thread of the
+                client
+                writes to them until the call is done. None: new tensors.
 
         Raises:
-            ServerGone: it is gone already.
+            ServerGone: if it is gone already.
         """
         pending = _Pending(Future(), op, into)
         pending.future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -136,10 +136,10 @@ class RpcClient:
         return pending.future
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent.
+        """Wait for the calls under way while the server lives, and close the connection. Idempotent.
 
         Args:
-            patience_seconds: for which calls are waited for; None: without end.
+            patience_seconds: longest wait; None: forever.
         """
         with self._changed:
             if not self._is_closed:
@@ -148,7 +148,7 @@ class RpcClient:
         self._stream.close(_CLOSE_SECONDS)
         self._end("the client was closed")
 
-    # -- by the thread of the stream --------------------------------------------------------------------------
+    # -- called by the thread of the stream ------------------------------------------------------------------
 
     def _into_of(self, head: dict[str, Any]) -> Sequence[Tensor] | None:
         pending = self._pending.get(head.get("n", 0))
@@ -168,7 +168,7 @@ class RpcClient:
         if "e" in head:
             pending.future.set_exception(Refused(f"server {self.index} refused to {pending.op}: {head['e']}"))
         else:
-            if pending.into is not None and buffer is not None:  # they are not contiguous
+            if pending.into is not None and buffer is not None:  # the tensors of ``into`` are not contiguous
                 for target, source in zip(pending.into, arrays, strict=True):
                     copy(target, source)
                 self._buffers.give_back(buffer)
@@ -190,8 +190,9 @@ class RpcClient:
 
 
 class Handle(Generic[T]):
-    """One operation at several servers, under way. It goes on whether it is waited for or not; what is to be made of
-    the replies is made by who waits.
+    """One operation at several servers, under way.
+
+    It proceeds whether or not anybody waits for it. The thread that waits builds the result from the replies.
     """
 
     def __init__(self, calls: Sequence[Future[Reply]], finish: Callable[[list[Reply]], T]) -> None:
@@ -201,23 +202,24 @@ class Handle(Generic[T]):
         self._is_finished = False
 
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
         return all(call.done() for call in self._calls)
 
     def then(self, use: Callable[[T], U]) -> Handle[U]:
-        """What ``use`` makes of the result, when it is waited for."""
+        """Return a handle whose result is ``use`` of this result, computed when it is waited for."""
         return Handle(self._calls, lambda _: use(self.wait()))
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, once all servers have answered. It may be asked for again, and from any thread.
+        """Return the result once all servers have answered. May be called again, and from any thread.
 
         Args:
-            timeout: seconds; None: as long as the servers live. `Servers.waiting_for` says whom they wait for.
+            timeout: seconds; None: as long as the servers live. `Servers.waiting_for` names the workers that they wait
+                for.
 
         Raises:
-            ServerGone: a server has ended.
-            Refused: a server lives, and does not do this.
-            TimeoutError: after ``timeout``; it is still under way.
+            ServerGone: if a server has ended.
+            Refused: if a living server has refused the call.
+            TimeoutError: after ``timeout``; the operation is still under way.
         """
         if concurrent.futures.wait(self._calls, timeout).not_done:
             raise TimeoutError(f"the servers live, but have not answered within {timeout:g} s")

@@ -1,8 +1,9 @@
-"""The end of a server: requests of workers, handed over one after the other; and the process of a server.
+"""The server: requests of workers, handled one after the other; and its process.
 
-`ServerProcess` starts that with the word STATUS. It reads what it is from the first line
-of its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends
-when its input says so or is closed, or when its parent has gone.
+`ServerProcess` starts the process with a file descriptor as argument. The process reads its settings from the first
+line
+of its input, so that the token is in no list of processes. It writes its endpoint to the descriptor. It ends when its
+input says so or is closed, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -31,33 +32,37 @@ from colossus.server.rpc_client import WORKER
 from colossus.server.store import ShardStore
 
 _log = logging.getLogger("colossus.server")
-#: memory that is kept for later
+#: size of the pool of buffers
 _POOLED_BYTES = 1 << 30
-#: in which what is left must be written at the end
+#: longest time to write the last messages when connections are closed
 _CLOSE_SECONDS = 2.0
-_LOOK_SECONDS = 0.5
+#: seconds between two checks of the parent
+_POLL_SECONDS = 0.5
 
 
 class RpcServer:
-    """Hands the requests of workers to ``handle``.
+    """Calls ``handle`` with the requests of workers.
 
-    ``handle`` and ``on_gone`` are called by one thread of the server, one after the other; the requests of a worker
-    come in the order of its calls, each once. An exception in one of them is the end of the server: all workers are
-    told. What is wrong with a single request is said by `Request.fail`.
+    One thread of the server calls ``handle`` and ``on_gone``, one after the other. The requests of a worker come in the
+    order
+    of its calls, each once. An exception in one of the two ends the server, and all workers receive it. An error of a
+    single
+    request is reported by `Request.fail`.
 
     Args:
-        handle: is given each request once, and answers it at once or later.
-        token: known to the processes of the run alone.
-        index: of this server, from 0.
+        handle: receives each request once, and answers it at once or later.
+        token: key that only the processes of the run know.
+        index: index of this server, from 0.
         host: address to listen at for other hosts; None: that of the interface in GLOO_SOCKET_IFNAME, else that from
-            which MASTER_ADDR is reached, else the loopback.
-        on_gone: ``on_gone(worker, reason)``: a worker's client has been closed (reason None), or the worker has died
-            or is silent. Its requests that have no answer yet may be answered all the same.
-        timeout_seconds: of silence after which a worker is given up.
+            which
+            MASTER_ADDR is reached, else the loopback.
+        on_gone: ``on_gone(worker, reason)``: a worker's client was closed (reason None), or the worker has died or is
+            silent. Its unanswered requests may still be answered.
+        timeout_seconds: silence after which a worker counts as gone.
 
     Attributes:
-        endpoint: where it is: data of JSON, for `RpcClient`.
-        ended: why it has ended, in words; None while it serves.
+        endpoint: JSON data with which `RpcClient` connects.
+        ended: why the server has ended; None while it runs.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class RpcServer:
     ) -> None:
         self._handle, self._on_gone, self._timeout = handle, on_gone, timeout_seconds
         self._buffers = BufferPool(_POOLED_BYTES)
-        #: by worker
+        #: connections by worker
         self._streams: dict[int, Stream] = {}
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.ended: str | None = None
@@ -85,8 +90,12 @@ class RpcServer:
         self._handler.start()
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """End: workers that are connected after the patience see `ServerGone` (it was closed), when the request at work
-        is done. Idempotent; not from the handler.
+        """End the server after the request at work. Idempotent; not from the handler.
+
+        Workers that are connected still see `ServerGone` (it was closed).
+
+        Args:
+            patience_seconds: longest wait until all workers have left.
         """
         deadline = time.monotonic() + patience_seconds
         while self._streams and self.ended is None and time.monotonic() < deadline:
@@ -96,7 +105,7 @@ class RpcServer:
         self._handler.join()
         self._listener.close()
         if self.ended is None:
-            self._tell_end("it was closed")
+            self._announce_end("it was closed")
         deadline = time.monotonic() + _CLOSE_SECONDS
         for stream in tuple(self._streams.values()):
             stream.close(max(0.0, deadline - time.monotonic()))
@@ -108,24 +117,24 @@ class RpcServer:
                 work()
             except Exception as error:
                 _log.exception("server %d has failed", self.endpoint["index"])
-                self._tell_end(f"it has failed: {type(error).__name__}: {error}")
+                self._announce_end(f"it has failed: {type(error).__name__}: {error}")
                 return
-            del work  # and with it what it holds
+            del work  # it references the arrays of the request
 
-    def _tell_end(self, why: str) -> None:
+    def _announce_end(self, why: str) -> None:
         self.ended = why
         for stream in tuple(self._streams.values()):
             send(stream, {"failed": why}, (), self._buffers)
 
-    # -- by the thread of the streams -------------------------------------------------------------------------
+    # -- called by the thread of the streams -----------------------------------------------------------------
 
     def _take_in(self, stream: Stream) -> None:
         (worker,) = WORKER.unpack(stream.about)
         is_new = self._streams.setdefault(worker, stream) is stream
 
         def take(head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None) -> None:
-            def answer(told: dict[str, Any], arrays: Sequence[Tensor]) -> None:
-                send(stream, {"n": head["n"], **told}, arrays, self._buffers)
+            def answer(reply: dict[str, Any], arrays: Sequence[Tensor]) -> None:
+                send(stream, {"n": head["n"], **reply}, arrays, self._buffers)
                 if buffer is not None:
                     self._buffers.give_back(buffer)
 
@@ -152,34 +161,34 @@ def main(arguments: Sequence[str]) -> NoReturn:
     code = _serve(int(arguments[0]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of torch need no farewell
+    os._exit(code)  # does not wait for threads of torch
 
 
 def _serve(descriptor: int) -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(ignored, signal.SIG_IGN)  # the run ends in order, which is its parent's to see to
+        signal.signal(ignored, signal.SIG_IGN)  # its parent ends the server in order
     status = os.fdopen(descriptor, "w")
-    given: dict[str, Any] = json.loads(sys.stdin.readline())
+    settings: dict[str, Any] = json.loads(sys.stdin.readline())
     machine.raise_open_files()
-    logging.basicConfig(format=f"server {given['index']}: %(message)s")
+    logging.basicConfig(format=f"server {settings['index']}: %(message)s")
     torch.set_num_threads(1)
     store = ShardStore()
     try:
         server = RpcServer(
             store.handle,
-            bytes.fromhex(given["token"]),
-            index=given["index"],
-            host=given["host"],
+            bytes.fromhex(settings["token"]),
+            index=settings["index"],
+            host=settings["host"],
             on_gone=store.on_gone,
-            timeout_seconds=given["timeout_seconds"],
+            timeout_seconds=settings["timeout_seconds"],
         )
     except Exception as error:
         print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=status, flush=True)
         raise
     print(json.dumps({"endpoint": server.endpoint}), file=status, flush=True)
     last: list[Any] = []
-    while server.ended is None and os.getppid() == given["parent"] and not last:
-        last, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+    while server.ended is None and os.getppid() == settings["parent"] and not last:
+        last, _, _ = select.select([sys.stdin], [], [], _POLL_SECONDS)
     failed = server.ended is not None
-    server.close(float(sys.stdin.readline() or 0) if last else 0.0)  # for so long it waits for workers
+    server.close(float(sys.stdin.readline() or 0) if last else 0.0)  # its input has the patience in seconds
     return int(failed)

@@ -1,4 +1,4 @@
-"""Some rows of one tensor at a server: values, what its optimizer keeps, and the rules by which they change."""
+"""A shard: some rows of one tensor at a server, its optimizer state, and the rules by which it changes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.row_rules import rule_of
 
-#: what a push may do; ``gradient`` is an update by the optimizer of the tensor
+#: rules of a push; ``gradient`` is an update by the optimizer of the tensor
 RULES = ("zero", "copy", "add", "gradient")
 
-#: of a shard: all of it, some rows of it, or nothing
+#: values for a shard: for all of it, for some rows, or none
 Part = Tensor | RowGradient | None
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a shard is, the same from all workers.
+    """The specification of a shard, the same from all workers.
 
     Attributes:
-        name, shape, dtype: of the whole tensor.
-        start, stop: rows of it that are here.
+        name, shape, dtype: those of the whole tensor.
+        start, stop: rows of the tensor in this shard.
         optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.row_rules`, **options).
     """
 
@@ -46,12 +46,15 @@ class ShardSpec:
 
 
 class Shard:
-    """Args:
-        values: [stop - start, ...], or [1] of a scalar; the shard's own.
+    """Values and optimizer state of a shard.
+
+    Args:
+        spec: specification of the shard.
+        values: [stop - start, ...], or [1] for a scalar; the shard owns them.
 
     Attributes:
-        state: of the optimizer, under torch's names: tensors with these rows, and scalars.
-        version: how many updates were applied.
+        state: state of the optimizer, under torch's names: tensors with these rows, and scalars.
+        version: number of updates.
     """
 
     def __init__(self, spec: ShardSpec, values: Tensor) -> None:
@@ -60,12 +63,13 @@ class Shard:
 
     @torch.no_grad()
     def push(self, rule: str, part: Part, options: Mapping[str, Any]) -> None:
-        """One update.
+        """Update the shard.
 
         Args:
             rule: ``zero``, ``copy``, ``add``, or ``gradient``.
-            part: rows by their number within the shard; None: for ``zero`` all of it, for ``gradient`` nothing.
-            options: of the optimizer, before those that it was made with; ``scale``: a factor of the gradient;
+            part: rows by their number within the shard; None: all rows for ``zero``, no change for ``gradient``.
+            options: options of the optimizer, which override those of its creation; ``scale``: a factor of the
+                gradient;
                 ``clip_value``: the largest absolute value of an element of it, after that.
         """
         values = self.values
@@ -99,21 +103,21 @@ class Shard:
     # -- state --------------------------------------------------------------------------------------------
 
     def by_row(self) -> dict[str, Tensor]:
-        """What has a row for each row of the shard: ``value`` and tensors of the state."""
+        """Return the tensors with a row for each row of the shard: ``value`` and tensors of the state."""
         rows = len(self.values)
-        kept = {key: x for key, x in self.state.items() if isinstance(x, Tensor) and x.dim() and len(x) == rows}
-        return {"value": self.values, **kept}
+        state = {key: x for key, x in self.state.items() if isinstance(x, Tensor) and x.dim() and len(x) == rows}
+        return {"value": self.values, **state}
 
     def scalars(self) -> dict[str, float]:
-        """What the optimizer keeps once for the tensor (the number of its updates)."""
+        """Return the optimizer state of the whole tensor (the number of its updates)."""
         rows = self.by_row()
         return {key: float(x) for key, x in self.state.items() if key not in rows}
 
     @torch.no_grad()
     def load(self, start: int, rows: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
-        """Take rows from ``start`` within the shard on, under the names of `by_row`, and the scalars.
+        """Load rows from row ``start`` of the shard on, under the names of `by_row`, and scalars.
 
-        State that the optimizer makes with its first update is made. Rows that are not given stay as they are.
+        State that the optimizer would create with its first update is created. Other rows stay as they are.
         """
         for key, value in rows.items():
             if key == "value":
@@ -128,12 +132,10 @@ class Shard:
 
 
 def check_optimizer(name: str, optimizer: Mapping[str, Any]) -> None:
-    """Raises:
-        ValueError: a tensor's optimizer is none that there is, or has not such options.
-    """
+    """Raise ValueError if a tensor's optimizer does not exist or does not have these options."""
     options = dict(optimizer)
     rule = rule_of(options.pop("type", ""))
     for key in options:
         if key not in rule.options:
-            known = ", ".join(rule.options)
-            raise ValueError(f"the optimizer {rule.name!r} of {name!r} has no option {key!r}; it has {known}")
+            names = ", ".join(rule.options)
+            raise ValueError(f"the optimizer {rule.name!r} of {name!r} has no option {key!r}; it has {names}")

@@ -1,6 +1,6 @@
-"""Which server has which rows of which tensor, and the pieces in which tensors of a worker travel.
+"""The split of tensors over servers, and the pieces in which a worker sends them.
 
-Where rows are follows from names, shapes, dtypes and the number of servers alone: workers know it without talking.
+It depends on names, shapes, dtypes and the number of servers alone: workers know it without a message.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
 
-#: what is pushed: a tensor (sparse COO, too), some rows, or nothing
+#: a value to push: a tensor (sparse COO, too), some rows, or none
 Value = Tensor | RowGradient | None
 
-#: a tensor of fewer bytes than this part of a server's share of all is whole on one server
+#: a tensor with fewer bytes than this fraction of a server's share is whole on one server
 _SMALL = 1 / 8
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is sharded.
+    """A tensor that is split.
 
     Attributes:
-        name: unique.
-        shape: of the whole tensor. Its rows are those of dim 0; a scalar is one row.
+        name: unique name.
+        shape: shape of the whole tensor. Its rows are those of dim 0; a scalar is one row.
+        dtype: its dtype.
     """
 
     name: str
@@ -59,7 +60,7 @@ class RowRange:
 
 @dataclass
 class Pieces:
-    """What one server gets of an operation: lists in the order of ``names``."""
+    """One server's part of an operation: lists in the order of ``names``."""
 
     names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
@@ -72,11 +73,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class TensorState:
-    """What servers keep of a tensor.
+    """The state of a tensor at the servers.
 
     Attributes:
-        rows: ``value`` and what the optimizer keeps for each row, under torch's names: [rows, ...]; of a scalar [1].
-        scalars: what the optimizer keeps once (``step``).
+        rows: ``value`` and optimizer state with rows, under torch's names: [rows, ...]; [1] for a scalar.
+        scalars: optimizer state without rows (``step``).
     """
 
     rows: dict[str, Tensor]
@@ -84,29 +85,35 @@ class TensorState:
 
     @classmethod
     def joined(cls, num_rows: int, parts: Iterable[tuple[int, TensorState]]) -> TensorState:
-        """Of one tensor from its servers: (first row, state). State that one server has not made yet is 0."""
+        """Return the state of a tensor from its servers' parts, (first row, state); state that a server lacks is 0."""
         whole = cls({}, {})
         for start, part in parts:
             for key, x in part.rows.items():
-                made = whole.rows.setdefault(key, x.new_zeros((num_rows, *x.shape[1:])))
-                made[start : start + len(x)] = x
+                rows = whole.rows.setdefault(key, x.new_zeros((num_rows, *x.shape[1:])))
+                rows[start : start + len(x)] = x
             for key, scalar in part.scalars.items():
                 whole.scalars[key] = max(scalar, whole.scalars.get(key, scalar))
         return whole
 
 
 class Sharding:
-    """Tensors over servers, balanced by bytes.
+    """Tensors split over servers, balanced by bytes.
 
-    Of what `place` is given at once, large tensors are cut over all servers, and small ones go whole, largest first,
-    each to the server that has the fewest bytes. What was placed before stays where it is, and counts. The bytes of two
-    servers differ by at most the largest piece that was not cut: a row of a large tensor, or a small tensor.
+    Of the tensors of one `place`, large ones are split over all servers. Small ones stay whole: the largest first, each
+    goes
+    to the server with the fewest bytes. Tensors of earlier calls stay where they are, and count. The bytes of two
+    servers
+    differ by at most the largest piece that is not split: a row of a large tensor, or a small tensor.
+
+    Args:
+        num_servers: number of servers.
 
     Attributes:
         loads: bytes on each server.
-        specs: by name.
-        ranges: by name, in the order of rows, one for each server that has any; none is empty but the one of a tensor
-            without elements.
+        specs: tensors by name.
+        ranges: ranges by name, in the order of rows, one for each server that has rows. Only a tensor without elements
+            has
+            an empty range.
     """
 
     def __init__(self, num_servers: int) -> None:
@@ -115,10 +122,10 @@ class Sharding:
         self.ranges: dict[str, tuple[RowRange, ...]] = {}
 
     def place(self, specs: Iterable[TensorSpec]) -> None:
-        """Give new tensors their ranges. The order of ``specs`` does not matter.
+        """Assign ranges to new tensors. The order of ``specs`` does not matter.
 
         Raises:
-            ValueError: for a name that is there already.
+            ValueError: if a name exists already.
         """
         new = sorted(specs, key=lambda spec: (-spec.nbytes, spec.name))
         for spec in new:
@@ -128,15 +135,15 @@ class Sharding:
         share = sum(spec.nbytes for spec in new) / num_servers
         for spec in new:
             lightest = sorted(range(num_servers), key=lambda server: (self.loads[server], server))
-            each, more = 0, spec.num_rows
+            rows_each, more = 0, spec.num_rows
             if spec.nbytes > share * _SMALL and spec.num_rows > 1:
-                each, more = divmod(spec.num_rows, num_servers)
+                rows_each, more = divmod(spec.num_rows, num_servers)
                 extra = dict.fromkeys(lightest[:more], 1)
             else:
                 extra = {lightest[0]: more}
             ranges, start = [], 0
             for server in range(num_servers):
-                if count := each + extra.get(server, 0):
+                if count := rows_each + extra.get(server, 0):
                     ranges.append(RowRange(server, start, start + count))
                     self.loads[server] += count * spec.row_bytes
                     start += count
@@ -156,20 +163,20 @@ class Sharding:
         return self.ranges[name]
 
     def by_server(self, names: Iterable[str]) -> dict[int, list[str]]:
-        """Names of the tensors that each server has a part of."""
-        found: dict[int, list[str]] = {}
+        """Return, by server, the names of the tensors that it has a part of."""
+        names_of: dict[int, list[str]] = {}
         for name in names:
             for part in self.ranges_of(name):
-                found.setdefault(part.server, []).append(name)
-        return found
+                names_of.setdefault(part.server, []).append(name)
+        return names_of
 
     def split(self, values: Mapping[str, Value]) -> dict[int, Pieces]:
-        """By server. A server that has a part of a tensor is told of it although it gets no rows.
+        """Return the pieces of values by server. A server with a part of a tensor gets an entry even without rows.
 
         Raises:
-            ValueError: a value does not fit its tensor.
+            ValueError: if a value does not fit its tensor.
         """
-        found: dict[int, Pieces] = {}
+        by_server: dict[int, Pieces] = {}
         for name, value in values.items():
             ranges, spec = self.ranges_of(name), self.specs[name]
             kind, cuts = "none", [0]
@@ -185,7 +192,7 @@ class Sharding:
                 _check_fits(value, spec.shape, spec)
                 kind, value = "dense", value.detach().to("cpu").reshape(spec.shape or (1,))
             for number, part in enumerate(ranges):
-                pieces = found.setdefault(part.server, Pieces())
+                pieces = by_server.setdefault(part.server, Pieces())
                 pieces.names.append(name)
                 pieces.kinds.append(kind)
                 if isinstance(value, RowGradient):
@@ -193,11 +200,11 @@ class Sharding:
                     pieces.arrays += [value.ids[here] - part.start, value.rows[here].contiguous()]
                 elif value is not None:
                     pieces.arrays.append(value[part.start : part.stop].contiguous())
-        return found
+        return by_server
 
     def targets(self, into: Mapping[str, Tensor]) -> tuple[dict[int, Pieces], Callable[[], None]]:
-        """Where the values of servers go, by server; and what is to be called when all are there."""
-        found: dict[int, Pieces] = {}
+        """Return, by server, the tensors that receive its values, and a function to call when all have arrived."""
+        by_server: dict[int, Pieces] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for name, tensor in into.items():
             ranges, spec = self.ranges_of(name), self.specs[name]
@@ -207,7 +214,7 @@ class Sharding:
                 copies.append((tensor.detach(), whole))
             whole = whole.view(spec.shape or (1,))
             for part in ranges:
-                pieces = found.setdefault(part.server, Pieces())
+                pieces = by_server.setdefault(part.server, Pieces())
                 pieces.names.append(name)
                 pieces.kinds.append("dense")
                 pieces.into.append(whole[part.start : part.stop])
@@ -216,13 +223,15 @@ class Sharding:
             for target, source in copies:
                 target.copy_(source)
 
-        return found, finish
+        return by_server, finish
 
     def wanted_rows(self, ids: Mapping[str, Tensor]) -> tuple[dict[int, Pieces], dict[str, Tensor]]:
-        """Of each tensor some rows, ids int64 [n] ascending and each once: by server, and where they will be, [n,
-        ...].
+        """Return the pieces of requests for rows by server, and by name the tensors that receive them, [n, ...].
+
+        Args:
+            ids: by name, ids of rows, int64 [n], ascending and unique.
         """
-        found: dict[int, Pieces] = {}
+        by_server: dict[int, Pieces] = {}
         rows: dict[str, Tensor] = {}
         for name, wanted in ids.items():
             ranges, spec = self.ranges_of(name), self.specs[name]
@@ -233,16 +242,16 @@ class Sharding:
             for number, part in enumerate(ranges):
                 here = slice(cuts[number], cuts[number + 1])
                 if here.start < here.stop:
-                    pieces = found.setdefault(part.server, Pieces())
+                    pieces = by_server.setdefault(part.server, Pieces())
                     pieces.names.append(name)
                     pieces.kinds.append("rows")
                     pieces.arrays.append(wanted[here] - part.start)
                     pieces.into.append(rows[name][here])
-        return found, rows
+        return by_server, rows
 
 
 def _cuts(ids: Tensor, ranges: Sequence[RowRange]) -> list[int]:
-    """Where the ascending ids of each range begin, and the end of all."""
+    """Return the position of the first id of each range, and the number of ids."""
     starts: list[int] = torch.searchsorted(ids, torch.tensor([part.start for part in ranges])).tolist()
     return [*starts, len(ids)]
 
@@ -251,11 +260,11 @@ def _check_fits(value: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> None
     if value.shape != shape:
         raise ValueError(f"{spec.name!r} is {list(spec.shape)}: {list(shape)} fits, not {list(value.shape)}")
     if value.dtype != spec.dtype and not (value.is_floating_point() and spec.dtype.is_floating_point):
-        raise ValueError(f"{spec.name!r} is {spec.dtype}, and {value.dtype} was given")
+        raise ValueError(f"{spec.name!r} is {spec.dtype}, the value is {value.dtype}")
 
 
 def _check_ids(ids: Tensor, spec: TensorSpec) -> None:
-    """That ids are int64 [n], ascending, each once, and of rows that there are."""
+    """Raise ValueError unless ids are int64 [n], ascending, unique, and of existing rows."""
     if not spec.shape:
         raise ValueError(f"{spec.name!r} is a scalar, which has no rows")
     if ids.dtype != torch.int64 or ids.dim() != 1 or (ids[1:] <= ids[:-1]).any():

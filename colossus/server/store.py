@@ -1,4 +1,4 @@
-"""What one server keeps of the tensors of a run, and what it does when workers ask."""
+"""The store of one server: shards of the tensors of a run, and the operations that workers request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class _Shards(dict[str, Shard]):
 
 @dataclass
 class _Making:
-    """Tensors that are being made: all workers have to come.
+    """Tensors that are being created, until all workers have asked for them.
 
     Attributes:
-        specs: as each worker that has come has them.
-        values: of the worker whose values count.
+        specs: specifications by worker.
+        values: values of the source worker.
+        is_made: whether the shards exist.
     """
 
     specs: dict[int, list[ShardSpec]] = field(default_factory=dict)
@@ -36,19 +37,22 @@ class _Making:
 class ShardStore:
     """The handler of one `RpcServer`: shards of tensors by name.
 
-    A server hands over one request after the other, so each is atomic: a pull sees a shard before or after an update,
-    never in between. What is sent fits: clients check it.
+    A server handles one request after the other, so each is atomic: a pull sees a shard before or after an update.
+    Clients
+    check that values fit.
 
-    In headers ``names`` are the tensors of a request, and other lists go along with them. ``kinds`` says what comes of
-    each: "dense": one array, as the shard; "rows": two, ids int64 [n] within the shard, ascending and each once, and
-    rows [n, ...]; "none".
+    In headers, ``names`` are the tensors of a request, and other lists are in their order. ``kinds`` defines the arrays
+    of
+    each tensor: "dense": one array of the shard's shape; "rows": two, ids int64 [n] within the shard, ascending and
+    unique,
+    and rows [n, ...]; "none": no array.
     """
 
     def __init__(self) -> None:
         self._shards: dict[str, Shard] = _Shards()
-        #: by tensor the workers that have not freed it; it is there as long as there is one
+        #: by tensor, the workers that have not freed it; a tensor without users is deleted
         self._users: dict[str, set[int]] = {}
-        #: by the first of the tensors that are made at once
+        #: tensors that are being created, by the first name of each call
         self._making: dict[str, _Making] = {}
         #: workers that have ended, and why
         self._gone: dict[int, str] = {}
@@ -71,29 +75,30 @@ class ShardStore:
         }
 
     def handle(self, request: Request) -> None:
-        """Answer a request, now or when others have done what it waits for."""
+        """Answer a request, now or when other workers have done what it waits for."""
         self._gone.pop(request.worker, None)
         try:
             self._ops[request.op](request)
-        except Exception as error:  # the worker is told, and others go on
+        except Exception as error:  # only this worker's call fails
             request.fail(error)
-        self._waiting.look_again()
+        self._waiting.retry()
 
     def on_gone(self, worker: int, reason: str | None) -> None:
-        """A worker has ended; nobody waits for it any more, and its tensors are freed."""
+        """Forget a worker that has ended: no request waits for it any more, and its tensors are freed."""
         self._gone[worker] = reason or "it has closed its connection"
         self._waiting.drop(worker)
         self._clocks.pop(worker, None)
         for making in self._making.values():
             making.specs.pop(worker, None)
         self._drop([name for name, users in self._users.items() if worker in users], worker)
-        self._waiting.look_again()
+        self._waiting.retry()
 
     # -- tensors --------------------------------------------------------------------------------------------
 
     def _create(self, request: Request) -> None:
-        """Header: specs (`ShardSpec`), has_values, source: the worker that gives values; workers, who make them.
-        Answered when all of these have asked.
+        """Create tensors when all workers have asked for them, and answer them.
+
+        Header: specs (`ShardSpec`); has_values; source, the worker that sends values; workers, all that create them.
         """
         header, worker = request.header, request.worker
         specs = [ShardSpec.of_json(spec) for spec in header["specs"]]
@@ -105,8 +110,8 @@ class ShardStore:
         if header["has_values"]:
             making.values = request.arrays
 
-        def look() -> Awaited | None:
-            absent = [each for each in workers if each not in making.specs and each not in self._gone]
+        def try_to_answer() -> Awaited | None:
+            absent = [other for other in workers if other not in making.specs and other not in self._gone]
             if absent and not making.is_made:
                 return absent, f"have not made {name!r}"
             if source not in making.specs:
@@ -121,13 +126,13 @@ class ShardStore:
             request.reply()
             return None
 
-        self._waiting.add(request, look)
+        self._waiting.add(request, try_to_answer)
 
     def _make(self, making: _Making, source: int) -> None:
         specs = making.specs[source]
-        made = [Shard(spec, value.clone()) for spec, value in zip(specs, making.values, strict=True)]
-        users = {worker for worker, theirs in making.specs.items() if theirs == specs}
-        for shard in made:
+        shards = [Shard(spec, value.clone()) for spec, value in zip(specs, making.values, strict=True)]
+        users = {worker for worker, other_specs in making.specs.items() if other_specs == specs}
+        for shard in shards:
             self._shards[shard.spec.name], self._users[shard.spec.name] = shard, set(users)
 
     def _free(self, request: Request) -> None:
@@ -138,7 +143,7 @@ class ShardStore:
         request.reply()
 
     def _drop(self, names: Sequence[str], worker: int) -> None:
-        """A worker needs tensors no more."""
+        """Remove a worker from the users of tensors, and delete tensors without users."""
         for name in names:
             self._users[name].discard(worker)
             if not self._users[name]:
@@ -156,8 +161,9 @@ class ShardStore:
         return [(self._shards[name], part_of[kind]()) for name, kind in zip(names, kinds, strict=True)]
 
     def _push(self, request: Request) -> None:
-        """Header: names, kinds, rule, options (for each), bases: the version that the worker has pulled, None: none.
-        The reply: staleness of each: updates that came between.
+        """Update shards, and reply with the staleness of each: the number of updates since the worker pulled it.
+
+        Header: names; kinds; rule; options of each; bases, the version that the worker has pulled, or None.
         """
         header, staleness = request.header, []
         for (shard, part), options, base in zip(self._parts(request), header["options"], header["bases"], strict=True):
@@ -166,25 +172,31 @@ class ShardStore:
         request.reply({"staleness": staleness})
 
     def _pull(self, request: Request) -> None:
-        """Header: names, kinds: "dense", or "rows": an array of ids. The reply: versions; values."""
+        """Reply with versions and values.
+
+        Header: names; kinds, "dense", or "rows" with an array of ids.
+        """
         ids = iter(request.arrays)
         shards = [self._shards[name] for name in request.header["names"]]
-        out = [
+        values = [
             shard.values.index_select(0, next(ids)) if kind == "rows" else shard.values
             for shard, kind in zip(shards, request.header["kinds"], strict=True)
         ]
-        request.reply({"versions": [shard.version for shard in shards]}, out)
+        request.reply({"versions": [shard.version for shard in shards]}, values)
 
     def _apply(self, request: Request) -> None:
-        """See `SyncSteps.apply`; pull: whether values are wanted."""
+        """Apply the sums of a step (`SyncSteps.apply`), and reply with the values if ``pull`` is set."""
         shards = self._steps.apply(request)
         request.reply({}, [shard.values for shard in shards] if request.header["pull"] else [])
 
     # -- workers --------------------------------------------------------------------------------------------
 
     def _clock(self, request: Request) -> None:
-        """Stale synchronous parallelism (SSP; Ho et al., NIPS 2013). Header: step (how many the worker has finished),
-        max_staleness, workers. Answered when it may go on: no other that lives is further behind.
+        """Answer when the worker may begin its next step: no other living worker is further behind than allowed.
+
+        Stale synchronous parallelism (SSP; Ho et al., NIPS 2013). Header: step, the number of finished steps;
+        max_staleness;
+        workers.
         """
         least = request.header["step"] - request.header["max_staleness"]
         for worker in request.header["workers"]:
@@ -192,23 +204,23 @@ class ShardStore:
                 self._clocks.setdefault(worker, 0)
         self._clocks[request.worker] = request.header["step"]
 
-        def look() -> Awaited | None:
+        def try_to_answer() -> Awaited | None:
             behind = sorted(worker for worker, clock in self._clocks.items() if clock < least)
             if behind:
                 return behind, f"have finished fewer than {least} steps"
             request.reply()
             return None
 
-        self._waiting.add(request, look)
+        self._waiting.add(request, try_to_answer)
 
     def _waiting_for(self, request: Request) -> None:
-        """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""
+        """Reply with what each unanswered request of this worker waits for: (workers, what they have not done)."""
         request.reply({"waits": self._waiting.of(request.worker)})
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def _dump(self, request: Request) -> None:
-        """Header: names. The reply: for each of ``tensors`` its start, scalars and keys, each of which is an array."""
+        """Reply with ``tensors``, of each its start, scalars and keys, with an array for each key. Header: names."""
         arrays: list[Tensor] = []
         tensors: list[Mapping[str, Any]] = []
         for name in request.header["names"]:
@@ -219,11 +231,11 @@ class ShardStore:
         request.reply({"tensors": tensors}, arrays)
 
     def _load(self, request: Request) -> None:
-        """Header: tensors as `_dump` gives them, with their names."""
+        """Load tensors. Header: tensors, as in the reply of `_dump`, with their names."""
         arrays = iter(request.arrays)
-        for given in request.header["tensors"]:
-            shard = self._shards[given["name"]]
-            rows = {key: next(arrays) for key in given["keys"]}
-            shard.load(given["start"] - shard.spec.start, rows, given["scalars"])
-            self._steps.restart([given["name"]])
+        for entry in request.header["tensors"]:
+            shard = self._shards[entry["name"]]
+            rows = {key: next(arrays) for key in entry["keys"]}
+            shard.load(entry["start"] - shard.spec.start, rows, entry["scalars"])
+            self._steps.restart([entry["name"]])
         request.reply()

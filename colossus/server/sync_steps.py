@@ -1,6 +1,6 @@
 """Synchronous steps at a server: parts of gradients, the squares of their sums, one update; and requests that wait.
 
-A sum is the same whatever comes first: parts are added up in the order of the workers.
+A sum does not depend on the order of arrival: parts are added in the order of the workers.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ from colossus.rows.row_gradient import RowGradient
 from colossus.server.frames import Request
 from colossus.server.shard import Part, Shard
 
-#: what a request waits for: workers, and in words
+#: workers that a request waits for, and what these have not done
 Awaited = tuple[list[int], str]
 
 
 @dataclass(eq=False)
 class _Deferred:
     request: Request
-    look: Callable[[], Awaited | None]
+    try_to_answer: Callable[[], Awaited | None]
     awaited: Awaited = ([], "")
 
 
 class WaitingRequests:
-    """Requests that are answered when something that others do has come about."""
+    """Requests that are answered later, when other workers have done what they wait for."""
 
     def __init__(self) -> None:
         self._deferred: list[_Deferred] = []
 
     def of(self, worker: int) -> list[Awaited]:
-        """What each request of a worker waits for."""
+        """Return what each request of a worker waits for."""
         return [deferred.awaited for deferred in self._deferred if deferred.request.worker == worker]
 
-    def add(self, request: Request, look: Callable[[], Awaited | None]) -> None:
-        """Answer a request once it can be.
+    def add(self, request: Request, try_to_answer: Callable[[], Awaited | None]) -> None:
+        """Add a request, to be answered once that is possible.
 
         Args:
-            look: answers it, or says what it waits for; an error of it refuses the request.
+            request: the request.
+            try_to_answer: answers it, or returns what it waits for. If it raises, the request is refused.
         """
-        self._deferred.append(_Deferred(request, look))
+        self._deferred.append(_Deferred(request, try_to_answer))
 
     def drop(self, worker: int) -> None:
-        """A worker has gone."""
+        """Drop the requests of a worker that is gone."""
         self._deferred = [deferred for deferred in self._deferred if deferred.request.worker != worker]
 
-    def look_again(self) -> None:
-        """Something has changed. What an answer changes is looked at, too."""
-        while over := [deferred for deferred in self._deferred if self._is_over(deferred)]:
-            self._deferred = [deferred for deferred in self._deferred if deferred not in over]
+    def retry(self) -> None:
+        """Try to answer all requests, until no answer makes another one possible."""
+        while answered := [deferred for deferred in self._deferred if self._is_answered(deferred)]:
+            self._deferred = [deferred for deferred in self._deferred if deferred not in answered]
 
     @staticmethod
-    def _is_over(deferred: _Deferred) -> bool:
+    def _is_answered(deferred: _Deferred) -> bool:
         try:
-            awaited = deferred.look()
+            awaited = deferred.try_to_answer()
         except Exception as error:
             deferred.request.fail(error)
             return True
@@ -68,7 +69,7 @@ class GradientSum:
     """Parts of the gradient of one shard in one step.
 
     Args:
-        workers: who gives a part each, ascending.
+        workers: the workers that send a part each, ascending.
     """
 
     def __init__(self, workers: Sequence[int]) -> None:
@@ -78,11 +79,12 @@ class GradientSum:
         self._num_added = 0
 
     def add(self, worker: int, part: Part) -> None:
-        """Take a part, whose tensors are this object's from then on. Dense parts of all workers before the first that
-        is missing are added at once, so that they can be freed; rows are added at the end.
+        """Take ownership of a worker's part.
+
+        Dense parts of all workers before the first missing one are added at once and freed. Rows are added at the end.
         """
         if worker in self._parts:
-            raise ValueError(f"worker {worker} has given its part already")
+            raise ValueError(f"worker {worker} has sent its part already")
         self._parts[worker] = part
         while self._num_added < len(self.workers) and (worker := self.workers[self._num_added]) in self._parts:
             part = self._parts[worker]
@@ -97,17 +99,17 @@ class GradientSum:
         return [worker for worker in self.workers if worker not in self._parts]
 
     def total(self, like: Tensor) -> Part:
-        """The sum of all parts.
+        """Return the sum of all parts.
 
         Args:
             like: values of the shard.
         """
-        given = [part for worker in self.workers if (part := self._parts[worker]) is not None]
-        rows = [part for part in given if isinstance(part, RowGradient)]
-        if self._dense is None and rows and len(rows) == len(given):
+        parts = [part for worker in self.workers if (part := self._parts[worker]) is not None]
+        rows = [part for part in parts if isinstance(part, RowGradient)]
+        if self._dense is None and rows and len(rows) == len(parts):
             return RowGradient.added(rows)
         total = self._dense
-        for part in given:
+        for part in parts:
             if isinstance(part, RowGradient):
                 total = torch.zeros_like(like, dtype=part.rows.dtype) if total is None else total
                 total.index_add_(0, part.ids, part.rows)
@@ -117,13 +119,13 @@ class GradientSum:
 
 
 class _ShardSteps:
-    """The newest step of one shard, and what a slow worker may ask of the one before.
+    """The newest step of one shard, and the squares of the step before, which a slow worker may still ask for.
 
     Attributes:
-        step: the newest that somebody has given a part of; older ones are over.
-        sum: of it.
+        step: the newest step with a part; older ones are over.
+        sum: sum of this step.
         total: the sum, once it is complete and was asked for.
-        squares: of its norm, by step: of this one and of the last that was applied.
+        squares: square of its norm, by step: of this step and of the last one that was applied.
         applied: the newest step that was applied.
     """
 
@@ -135,20 +137,20 @@ class _ShardSteps:
 
     def accumulate(self, step: int, worker: int, part: Part, workers: Sequence[int]) -> None:
         if step < self.step or step in self.squares:
-            raise ValueError(f"worker {worker} gives a part of step {step}, whose sum was taken already")
-        if step > self.step:  # one before it that was not applied has failed
+            raise ValueError(f"worker {worker} sends a part of step {step}, whose sum was taken already")
+        if step > self.step:  # an earlier step that was not applied has failed
             self.step, self.sum, self.total = step, GradientSum(workers), None
-            self.squares = {number: kept for number, kept in self.squares.items() if number == self.applied}
+            self.squares = {number: square for number, square in self.squares.items() if number == self.applied}
         self.sum.add(worker, part)
 
     def missing(self, step: int, workers: Sequence[int]) -> list[int]:
-        """Who has not given a part of a step yet."""
+        """Return the workers that have not sent their part of a step."""
         if step in self.squares:
             return []
         return self.sum.missing() if step == self.step else list(workers)
 
     def squares_of(self, step: int, like: Tensor) -> float:
-        """The square of the norm of the sum, of a step of which nothing is missing."""
+        """Return the square of the norm of the sum of a step whose parts are complete."""
         if step not in self.squares:
             self.total = self.sum.total(like)
             values = self.total.rows if isinstance(self.total, RowGradient) else self.total
@@ -157,7 +159,7 @@ class _ShardSteps:
         return self.squares[step]
 
     def take_total(self, step: int) -> Part:
-        """The sum that is to be applied now; None: it is nothing, or was applied before."""
+        """Return the sum to apply now; None if it is nothing, or was applied before."""
         if step <= self.applied:
             return None
         if step not in self.squares:
@@ -171,7 +173,8 @@ class SyncSteps:
     """Requests of synchronous steps at one server.
 
     Args:
-        shards: by name.
+        shards: shards by name.
+        waiting: requests that wait.
         gone: workers that have ended, and why.
     """
 
@@ -180,7 +183,7 @@ class SyncSteps:
         self._steps: dict[str, _ShardSteps] = {}
 
     def accumulate(self, request: Request, parts: Sequence[tuple[Shard, Part]]) -> None:
-        """Parts of a step. Header: step, workers (who take part)."""
+        """Add a worker's parts of a step. Header: step; workers, all that send a part."""
         step, workers = request.header["step"], request.header["workers"]
         for shard, part in parts:
             steps = self._steps.setdefault(shard.spec.name, _ShardSteps())
@@ -188,30 +191,35 @@ class SyncSteps:
         request.reply()
 
     def squares(self, request: Request) -> None:
-        """Of each tensor the square of the norm of the sum over workers, answered when all parts are here. Header:
-        step, names, workers. The reply: one array, float64 [names].
+        """Reply with the square of the norm of each tensor's sum, float64 [names], when all parts are here.
+
+        Header: step, names, workers.
         """
         step, names, workers = request.header["step"], request.header["names"], request.header["workers"]
         shards = [self._shards[name] for name in names]
         steps = [self._steps.setdefault(name, _ShardSteps()) for name in names]
 
-        def look() -> Awaited | None:
-            for name, of in zip(names, steps, strict=True):
-                if missing := of.missing(step, workers):
+        def try_to_answer() -> Awaited | None:
+            for name, steps_of_shard in zip(names, steps, strict=True):
+                if missing := steps_of_shard.missing(step, workers):
                     for worker in missing:
                         if worker in self._gone:
                             why = f"worker {worker} has gone ({self._gone[worker]})"
                             raise ValueError(f"{why} without its part of {name!r} in step {step}")
                     return missing, f"have not given their part of {name!r} in step {step}"
-            found = [of.squares_of(step, shard.values) for of, shard in zip(steps, shards, strict=True)]
-            request.reply({}, [torch.tensor(found, dtype=torch.float64)])
+            squares = [
+                steps_of_shard.squares_of(step, shard.values)
+                for steps_of_shard, shard in zip(steps, shards, strict=True)
+            ]
+            request.reply({}, [torch.tensor(squares, dtype=torch.float64)])
             return None
 
-        self._waiting.add(request, look)
+        self._waiting.add(request, try_to_answer)
 
     def apply(self, request: Request) -> list[Shard]:
-        """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the
-        optimizer, and scale), found_inf: the sums are dropped.
+        """Update by the sums of a step, at the first request, and return the shards.
+
+        Header: step; names; options of each optimizer, and scale; found_inf, whether the sums are dropped.
         """
         header = request.header
         shards = [self._shards[name] for name in header["names"]]
@@ -222,13 +230,13 @@ class SyncSteps:
         return shards
 
     def restart(self, names: Sequence[str]) -> None:
-        """Forget steps of tensors: their state was loaded, or they were freed."""
+        """Forget the steps of tensors whose state was loaded, or that were freed."""
         for name in names:
             self._steps.pop(name, None)
 
 
 def _own(part: Part) -> Part:
-    """A copy; what is narrower than float32 is widened, to be added up."""
+    """Return a copy of a part, in float32 if its dtype is narrower, since it is summed."""
     if part is None:
         return None
     if isinstance(part, RowGradient):

@@ -1,4 +1,4 @@
-"""Tensors at servers in a training loop of the user's own, as TorchMPI had it.
+"""Tensors at servers in a user's own training loop, as in TorchMPI.
 
 The servers are those of the launcher, or a thread in each rank.
 """
@@ -32,16 +32,19 @@ from colossus.server.store import ShardStore
 
 _PREFIX = "own/"
 _numbers = itertools.count(1)
-#: workers of loops of the user's own, at servers that a strategy uses, too: this plus the rank
+#: number of rank 0's worker at servers that a strategy uses, too
 _FIRST_WORKER = 1 << 20
-#: for which a rank waits for others at the end, before its server ends
+#: longest wait for other ranks before this rank's server ends
 _PATIENCE_SECONDS = 20.0
 
 
 @dataclass
 class _Joined:
-    """Attributes:
-        process: which has joined; a fork of it has not.
+    """The servers that this process uses.
+
+    Attributes:
+        process: id of the process that has joined; a fork of it has not.
+        servers: the servers.
         own: the server that is a thread of this process, if there is one.
     """
 
@@ -57,10 +60,10 @@ class ParameterServer:
     """A tensor at the servers, made by `init`.
 
     Attributes:
-        name, shape, dtype: of it.
-        device: on which `receive` makes new tensors: that of the tensor it was made from.
-        servers: where it is.
-        optimizer: of the rule ``gradient``, None: there is none.
+        name, shape, dtype: those of the tensor.
+        device: device of the tensors that `receive` makes: that of the original tensor.
+        servers: servers that store it.
+        optimizer: optimizer of the rule ``gradient``, or None.
         is_freed: whether `free` was called.
     """
 
@@ -83,20 +86,21 @@ class ParameterServer:
 
 
 def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any] | None = None) -> ParameterServer:
-    """Make a tensor at the servers, cut over all of them by rows. Collective: all ranks call it, in the same order.
+    """Create a tensor at the servers, split over all of them by rows. Collective: all ranks call it, in the same order.
 
-    Under `colossus launch` with servers it is at those; elsewhere each rank has one as a thread, a lone process
-    included, which is there until `close` or the end of the process.
+    Under `colossus launch` with servers it uses those. Elsewhere each rank, also a lone process, has a server as a
+    thread
+    until `close` or the end of the process.
 
     Args:
-        tensor: of any dtype, shape and device. The values of rank 0 count.
-        name: unique; by default a number.
-        optimizer: of the rule ``gradient``: dict(type="sgd", lr=0.1), say; momentum, adagrad, rowwise_adagrad and adam
-            with their options (`colossus.rows.row_rules`).
+        tensor: a tensor of any dtype, shape and device. The values of rank 0 are stored.
+        name: unique name; by default a number.
+        optimizer: optimizer of the rule ``gradient``, for example dict(type="sgd", lr=0.1); momentum, adagrad,
+            rowwise_adagrad and adam with their options (`colossus.rows.row_rules`).
 
     Raises:
-        ValueError: something is no such tensor, there is one of this name, or no such optimizer.
-        Refused: ranks differ in shape, dtype or order.
+        ValueError: if it is no such tensor, the name exists, or there is no such optimizer.
+        Refused: if ranks differ in shape, dtype or order.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"colossus.server.init takes a tensor, not {type(tensor).__name__}")
@@ -104,41 +108,43 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
         kind = type(tensor).__name__ if hasattr(tensor, "to_local") else f"{tensor.layout} on {tensor.device}"
         raise ValueError(f"colossus.server.init takes a dense tensor with values, not {kind}")
     servers = _servers_of_run()
-    made = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers, optimizer)
-    servers.create({made.key: tensor.detach().to("cpu")}, optimizer).wait()
-    return made
+    handle = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers, optimizer)
+    servers.create({handle.key: tensor.detach().to("cpu")}, optimizer).wait()
+    return handle
 
 
 def send(
     handle: ParameterServer, tensor: Tensor | None, rule: str = "add", ids: Tensor | None = None, **options: Any
 ) -> Handle[int | None]:
-    """Change the tensor at the servers. What was sent may be changed as soon as this returns.
+    """Change the tensor at the servers. ``tensor`` may be changed as soon as this returns.
 
     Args:
-        tensor: of its shape, sparse or dense; with ``ids`` the rows, [n, ...]; None for ``zero``.
+        handle: the tensor at the servers.
+        tensor: values of its shape, sparse or dense; with ``ids`` the rows, [n, ...]; None for ``zero``.
         rule: ``zero``, ``copy``, ``add``, or ``gradient``, an update by the optimizer.
-        ids: [n], rows in any order; what is sent for one row several times is added up.
-        options: of the optimizer for this update, ``lr`` above all.
+        ids: [n], rows in any order; values for the same row are added.
+        options: options of the optimizer for this update, such as ``lr``.
 
     Returns:
-        To be waited for until it is applied; nobody has to. The result is the staleness: how many updates came since
-        this rank received the tensor; None where it never did, and for ``zero`` and ``copy``.
+        A handle; its result is the staleness: the number of updates since this rank received the tensor, None if it
+            never
+        did, and for ``zero`` and ``copy``. Waiting is optional.
 
     Raises:
-        ValueError: what is sent does not fit the tensor, or it has no optimizer of such options.
+        ValueError: if the values do not fit the tensor, or its optimizer has no such options.
     """
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
     if rule == "gradient":
         if "lr" not in {**(handle.optimizer or {}), **options}:
             missing = "learning rate" if handle.optimizer else "optimizer"
-            raise ValueError(f'{handle!r} has no {missing}: say, init(.., optimizer=dict(type="sgd", lr=0.1))')
+            raise ValueError(f'{handle!r} has no {missing}: use init(.., optimizer=dict(type="sgd", lr=0.1))')
         named = {key: value for key, value in options.items() if key not in ("scale", "clip_value")}
         check_optimizer(handle.name, chosen := {**(handle.optimizer or {}), **named})
         if ids is not None and chosen.get("weight_decay"):
-            raise ValueError(f"{handle!r} has weight_decay, which needs all rows in each update; rows alone were sent")
+            raise ValueError(f"{handle!r} has weight_decay, which needs all rows in each update, but some were sent")
     elif options:
-        raise ValueError(f"{rule} of {handle!r} takes no options, and {', '.join(options)} was given")
+        raise ValueError(f"{rule} of {handle!r} takes no options, but got {', '.join(options)}")
     if tensor is None and rule != "zero":
         raise ValueError(f"{rule} of {handle!r} needs a tensor")
     value: Value = tensor if rule != "zero" else None
@@ -149,14 +155,15 @@ def send(
 
 
 def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | None = None) -> Handle[Tensor]:
-    """The values at the servers, each shard's of one time; what was prefetched, if anything was.
+    """Start to receive the values at the servers, those of each shard of one time, or the prefetched ones.
 
     Args:
-        into: where they go, to be left alone until the handle was waited for; None: a new tensor.
-        ids: [n], rows in any order: only these, [n, ...].
+        handle: the tensor at the servers.
+        into: tensor that receives them, not to be used until the handle was waited for; None: a new tensor.
+        ids: [n], rows in any order, to receive only these, [n, ...].
 
     Returns:
-        To be waited for. The result is the tensor.
+        A handle, whose result is the tensor.
     """
     key, servers = handle.key, handle.servers
     if ids is None:
@@ -177,8 +184,8 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
 
     @torch.no_grad()
     def taken(rows: dict[str, Tensor]) -> Tensor:
-        found = rows[key][places]
-        return found.to(handle.device) if into is None else into.detach().copy_(found)
+        values = rows[key][places]
+        return values.to(handle.device) if into is None else into.detach().copy_(values)
 
     return servers.pull_rows({key: wanted}).then(taken)
 
@@ -191,7 +198,7 @@ def _require_fits(handle: ParameterServer, into: Tensor | None, shape: tuple[int
 
 
 def prefetch(handle: ParameterServer) -> Handle[Tensor]:
-    """Start to receive, into memory of its own; the next `receive` without ids takes it."""
+    """Start to receive the values into a buffer; the next `receive` without ids uses it."""
     if handle._prefetched is None:
         buffer = torch.empty(handle.shape, dtype=handle.dtype)
         handle._prefetched = handle.servers.pull({handle.key: buffer}).then(lambda _: buffer)
@@ -199,7 +206,7 @@ def prefetch(handle: ParameterServer) -> Handle[Tensor]:
 
 
 def free(handle: ParameterServer) -> None:
-    """This rank needs the tensor no more. It is gone when all ranks have said so."""
+    """Free the tensor of this rank. It is deleted when all ranks have freed it."""
     handle.servers.free([handle.key]).wait()
     handle.is_freed = True
 
@@ -213,18 +220,18 @@ def _checked_ids(handle: ParameterServer, ids: Tensor) -> Tensor:
 
 
 def _rows(handle: ParameterServer, ids: Tensor, rows: Tensor | None, rule: str) -> RowGradient:
-    """Rows by ascending ids, each once."""
+    """Return rows by ascending, unique ids."""
     ids = _checked_ids(handle, ids)
     if rows is None:
         rows = torch.zeros((len(ids), *handle.shape[1:]), dtype=handle.dtype)
     if rows.shape != (len(ids), *handle.shape[1:]):
         raise ValueError(
-            f"{len(ids)} rows of {handle!r} are {[len(ids), *handle.shape[1:]]}, and {list(rows.shape)} was given"
+            f"{len(ids)} rows of {handle!r} are {[len(ids), *handle.shape[1:]]}, the values are {list(rows.shape)}"
         )
     rows = rows.detach().to("cpu")
     wanted, places = torch.unique(ids, return_inverse=True)
     if len(wanted) < len(ids) and rule == "copy":
-        raise ValueError(f"copy of rows of {handle!r}: a row is given twice")
+        raise ValueError(f"copy of rows of {handle!r}: a row is there twice")
     if len(wanted) == len(ids):
         return RowGradient(wanted, torch.empty_like(rows).index_copy_(0, places, rows))
     return RowGradient(wanted, rows.new_zeros((len(wanted), *rows.shape[1:])).index_add_(0, places, rows))
@@ -234,10 +241,10 @@ def _rows(handle: ParameterServer, ids: Tensor, rows: Tensor | None, rule: str) 
 
 
 def _servers_of_run() -> Servers:
-    """Joins the servers when it is called first: collective then, unless a launcher has started the servers.
+    """Return the servers, and join them at the first call: collective then, unless the launcher has started them.
 
     Raises:
-        ValueError: processes were started that are not joined.
+        ValueError: if processes were started that are not joined.
     """
     global _joined
     if _joined is None or _joined.process != os.getpid():
@@ -247,7 +254,7 @@ def _servers_of_run() -> Servers:
 
 
 def close() -> None:
-    """Leave the servers; the tensors that were made are gone. On all ranks. It is called at the end of a process, too.
+    """Leave the servers; all tensors are deleted. All ranks call it. It is called at the end of a process, too.
 
     A server that is a thread of this rank ends when the other ranks have left it.
     """
@@ -283,5 +290,5 @@ def _all_ranks() -> AxisGroup:
         return context.group(context.grid.names)
     started, rank = (os.environ.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
     if has_servers() and not dist.is_initialized() and started.isdecimal() and rank.isdecimal():
-        return AxisGroup(("world",), tuple(range(int(started))), int(rank), None)  # nothing has to be exchanged
+        return AxisGroup(("world",), tuple(range(int(started))), int(rank), None)  # no collective is needed
     return launched_ranks("colossus.server")

@@ -131,7 +131,7 @@ def test_a_new_hook_says_where_it_begins(ran: Any) -> None:
     root, _, _, told = ran
     assert [line.partition(":")[0] for line in told] == ["EMA", "SWA"]
     assert told[0] == (
-        f"EMA: {root / 'without' / name_of(HALF)} has no average of this hook, which begins with the weights after "
+        f"EMA: {root / 'without' / name_of(HALF)} has no average of this hook: it begins with the weights after "
         f"step {HALF}"
     )
 

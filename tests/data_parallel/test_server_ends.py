@@ -127,7 +127,7 @@ def _sleeps(rank: int, strategy: dict[str, Any]) -> tuple[str, str, float]:
 )
 def test_a_worker_that_lives_and_does_not_come_is_named_after_the_time_out(strategy: dict[str, Any]) -> None:
     (text, kind, seconds), _ = run_ranks(2, _sleeps, strategy, with_context=False)
-    assert text.startswith("timeout: rank 1 did not come to the servers within 3 s (comm.timeout_seconds): server ")
+    assert text.startswith("timeout: rank 1 did not reach the servers within 3 s (comm.timeout_seconds): server ")
     assert kind == "communication"
     assert 3.0 <= seconds < 6.0
 

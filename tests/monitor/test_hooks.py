@@ -71,7 +71,7 @@ class Averages(Hook):
         (dict(type="BestCheckpoint", keep=-1), "hooks.0.keep: must be at least 1"),
         (dict(type="Histograms", weights=False, gradients=False), "hooks.0: gradients = False and weights = False"),
         (dict(type="WandB", mode="of"), "hooks.0.mode: must be 'online', 'offline' or 'disabled'"),
-        (dict(type="Callback"), "hooks.0: give a function for one of on_train_start"),
+        (dict(type="Callback"), "hooks.0: set a function for one of on_train_start"),
         (dict(type="Callback", on_step_end="fractions:Fractoin"), "did you mean 'Fraction'?"),
         (dict(type="Callback", on_step_edn=print), "did you mean hooks.0.on_step_end?"),
         (dict(type="fractions:Fractoin"), "hooks.0.type: 'fractions:Fractoin'"),
@@ -87,7 +87,7 @@ def test_options_are_checked_when_a_config_is_read(hook: Any, told: str) -> None
 @pytest.mark.parametrize(
     ("hook", "more", "told"),
     [
-        ("EarlyStop", {}, "hooks.0: EarlyStop looks at 'validation_loss' of evaluations, and train.eval_every = 0"),
+        ("EarlyStop", {}, "hooks.0: EarlyStop needs 'validation_loss' of evaluations, but train.eval_every = 0"),
         (
             "BestCheckpoint",
             dict(train=dict(eval_every=2), checkpoint=dict(dir="there")),
@@ -162,7 +162,7 @@ def test_a_metric_that_is_not_there_is_an_error_at_the_first_evaluation() -> Non
     ("train", "told"), [({}, "train.eval_every = 0"), (dict(eval_every=1, validation=False), "no validation data")]
 )
 def test_a_loop_without_evaluations_is_told(train: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=f"EarlyStop looks at 'validation_loss' of evaluations, and .*{told}"):
+    with pytest.raises(ValueError, match=f"EarlyStop needs 'validation_loss' of evaluations, but .*{told}"):
         fit(FakeEngine(steps=1, **train), [EarlyStop()])
 
 

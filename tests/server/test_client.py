@@ -192,7 +192,7 @@ REFUSED = {
         {"w": RowGradient(torch.tensor([1, 4]), torch.ones(2, 2))}
     ),
     "ascending and each once": lambda s: s.pull_rows({"w": torch.tensor([1, 1])}),
-    "'n' is torch.int64, and torch.float32 was given": lambda s: s.push({"w": torch.ones(4, 2), "n": torch.ones(3)}),
+    "'n' is torch.int64, the value is torch.float32": lambda s: s.push({"w": torch.ones(4, 2), "n": torch.ones(3)}),
     "two tensors 'w'": lambda s: s.create({"w": torch.ones(4, 2)}),
     "optimizer 'sgd' of 'z' has no option 'beta'; it has lr": lambda s: s.create(
         {"z": torch.ones(3)}, dict(type="sgd", beta=1)

@@ -98,7 +98,7 @@ def test_a_part_is_given_once_and_before_its_step_is_over() -> None:
         for worker in workers:
             worker.accumulate(0, {"w": torch.full((2,), 7.0)})  # a step that fails
             worker.accumulate(1, {"w": torch.ones(2)}).wait()
-        with pytest.raises(Refused, match="worker 0 has given its part already"):
+        with pytest.raises(Refused, match="worker 0 has sent its part already"):
             workers[0].accumulate(1, {"w": torch.ones(2)}).wait()
         workers[0].squares(1, ["w"]).wait()
         workers[0].apply(1, ["w"]).wait()

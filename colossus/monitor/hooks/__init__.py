@@ -1,1 +1,1 @@
-"""Hooks that a config names: each is a file, and takes the options of its class in `colossus.monitor.hooks.options`."""
+"""Hooks that a config names. Each is a file; the options of its class are in `colossus.monitor.hooks.options`."""

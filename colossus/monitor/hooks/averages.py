@@ -29,34 +29,34 @@ log = logging.getLogger("colossus.engine")
 
 
 class WeightAverage(Hook):
-    """Base of the hooks that average: after a step the average moves towards the parameters by a weight.
+    """Base of the hooks that average the weights. After a step the average moves towards the parameters by a weight.
 
-    Each rank averages what it stores: shards, and under ZeRO rows, so nothing is sent. Averages are of the dtype of
-    their parameter, of low precision in float32. The first update takes the parameters as they are, as
-    `torch.optim.swa_utils.AveragedModel` does; a step that was skipped is no update. Parameters that are frozen, and
-    buffers, are not averaged.
+    Each rank averages what it stores: shards, and under ZeRO rows, so nothing is sent. Averages have the dtype of their
+    parameter, or float32 if that is bf16 or fp16. The first update copies the parameters, as
+    `torch.optim.swa_utils.AveragedModel` does; a skipped step is no update. Frozen parameters and buffers are not
+    averaged.
 
-    In a loop of your own call `on_train_start` once and `on_step_end` after each step, and set
-    ``engine.checkpoints.hooks`` for it to be saved.
+    In a loop of your own call `on_train_start` once and `on_step_end` after each step. Add the hook to
+    ``engine.checkpoints.hooks`` to save it.
     """
 
     def __init__(self, options: AverageOptions) -> None:
         self.options = options
         self._averages: dict[nn.Parameter, Tensor] = {}
-        #: how many updates were made: where steps may be skipped on an accelerator this is a number of the device
+        #: number of updates; on the device, if steps may be skipped there
         self._updates = torch.zeros((), dtype=torch.float64)
         self._is_restored = False
 
     def weight(self, updates: Tensor) -> Tensor:
-        """Of the parameters in the new average, 1 - weight is that of the old; float64 scalar.
+        """Return the weight of the parameters in the new average, a float64 scalar; the old average has the rest.
 
         Args:
-            updates: made before this one.
+            updates: number of updates before this one.
         """
         raise NotImplementedError
 
     def is_due(self, step: int) -> bool:
-        """Whether an update follows a step (from 1)."""
+        """Return whether an update follows a step, counted from 1."""
         return step % self.options.every == 0
 
     # -- in the loop ---------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class WeightAverage(Hook):
             raise ValueError(f"{kind} {no_average_under(type(engine.strategy).__name__)}")
         if resumed is not None and not self._is_restored and engine.context.is_logging_rank:
             log.warning(
-                "%s: %s has no average of this hook, which begins with the weights after step %d",
+                "%s: %s has no average of this hook: it begins with the weights after step %d",
                 kind, resumed, engine.completed_steps,
             )  # fmt: skip
 
@@ -78,7 +78,7 @@ class WeightAverage(Hook):
         is_taken = 1.0 - torch.as_tensor(result.skipped_on_device, dtype=torch.float64)
         weight = self.weight(self._updates) * is_taken
         with as_shards():
-            for param in engine.strategy.trained:  # also one that was frozen when the run was saved
+            for param in engine.strategy.trained:  # includes parameters that were frozen when the run was saved
                 if param not in self._averages:
                     self._averages[param] = param.detach().to(_wide(param), copy=True)
             _move(self._averages, weight)
@@ -86,30 +86,31 @@ class WeightAverage(Hook):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an average. On an accelerator this may wait for the last step."""
+        """Return whether there is an average. On an accelerator this may wait for the last step."""
         return bool(self._updates > 0)
 
     @contextmanager
     def averaged(self, engine: Engine) -> Iterator[None]:
-        """Inside, the parameters are the average; behind it those that are trained again, bit for bit.
+        """Replace the parameters by the average inside of a block, and restore them after it, bit for bit.
 
-        For evaluations, `full_state_dict` and `colossus.hf.save`; nothing can be trained, saved or loaded inside. All
-        ranks call. Values are exchanged in place: beside them one parameter is held, or, of parameters in low
-        precision, all of these.
+        It is for evaluations, `full_state_dict` and `colossus.hf.save`; nothing can be trained, saved or loaded inside.
+        All
+        ranks call it. Values are exchanged in place: the extra memory is one parameter, or all parameters in bf16 or
+        fp16.
 
         Raises:
-            ValueError: when there is no average yet.
+            ValueError: if there is no average yet.
         """
         if not self.has_begun:
             raise ValueError(f"{type(self).__name__} has no average yet: no update was made")
         strategy = engine.strategy
         with strategy.evaluation():
-            engine.store.release()  # what compute has gathered
+            engine.store.release()  # frees gathered weights
             outer, strategy.is_averaged = strategy.is_averaged, True
             try:
                 with ExitStack() as back:
                     for param, average in self._averages.items():
-                        other = average.to(param.dtype)  # the average itself but for low precision
+                        other = average.to(param.dtype)  # the average itself, unless the parameter is in bf16 or fp16
                         _exchange(param, other)
                         back.callback(_exchange, param, other)
                     back.callback(engine.store.release)
@@ -123,9 +124,9 @@ class WeightAverage(Hook):
         if not self.options.evaluate or not self.has_begun:
             return {}
         with self.averaged(engine):
-            found = engine.evaluate()
+            result = engine.evaluate()
         name = next(name for name, hook in named_hooks(engine.checkpoints.hooks) if hook is self).lower()
-        return {f"{name}.{key}": mean for key, mean in found.numbers.items()} if found.complete else {}
+        return {f"{name}.{key}": mean for key, mean in result.numbers.items()} if result.complete else {}
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class EMA(WeightAverage):
 
 
 class SWA(WeightAverage):
-    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on."""
+    """Stochastic weight averaging (1803.05407): the mean of the weights of every n-th step from one step on."""
 
     options: SWAOptions
 
@@ -179,25 +180,25 @@ class SWA(WeightAverage):
 
 
 def _wide(param: Tensor) -> torch.dtype:
-    """The dtype of an average: of updates that are small beside it low precision would lose all."""
+    """Return the dtype of an average: low precision would lose updates that are small beside it."""
     return torch.float32 if param.dtype in LOW else param.dtype
 
 
 def _move(averages: Mapping[nn.Parameter, Tensor], weight: Tensor) -> None:
-    """Let averages move towards their parameters by a weight; a device that has it is not waited for."""
+    """Move averages towards their parameters by a weight, without waiting for a device that has the weight."""
     wide = [(average, param.detach()) for param, average in averages.items() if average.dtype == param.dtype]
     low = [(average, param.detach()) for param, average in averages.items() if average.dtype != param.dtype]
-    # of low precision one after the other, so that one cast is held
+    # low precision one after the other, so that one cast at a time is in memory
     for pairs in (wide, *([(average, param.to(average.dtype))] for average, param in low)):
         if pairs:
             old, new = [average for average, _ in pairs], [values for _, values in pairs]
-            is_known = weight.device.type == "cpu"
-            torch._foreach_lerp_(old, new, weight.item() if is_known else [weight.to(each) for each in old])
+            is_on_host = weight.device.type == "cpu"
+            torch._foreach_lerp_(old, new, weight.item() if is_on_host else [weight.to(average) for average in old])
 
 
 @torch.no_grad()
 def _exchange(param: nn.Parameter, other: Tensor) -> None:
-    """Give each the values of the other."""
+    """Exchange the values of two tensors."""
     with as_shards():
         own = param.detach().clone()
         param.copy_(other)

@@ -1,4 +1,4 @@
-"""Saves where an evaluation was the best so far: ``hooks = [dict(type="BestCheckpoint")]``."""
+"""A hook that saves after the best evaluations: ``hooks = [dict(type="BestCheckpoint")]``."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ log = logging.getLogger("colossus.checkpoint")
 class BestCheckpoint(MetricHook):
     """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
 
-    The file ``checkpoints/best`` names them, the best first, and is taken wherever a checkpoint is: `colossus evaluate
-    RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says; what it names no more is
-    removed, unless its step is one of ``checkpoint.every`` or ``keep_every``. A run that is resumed goes on with what
-    it has kept.
+    The file ``checkpoints/best`` names them, the best first. It may be used wherever a checkpoint is: `colossus
+    evaluate
+    RUN/checkpoints/best`. The checkpoints that it names stay, whatever ``checkpoint.keep_last`` is. One that it names
+    no
+    longer is removed, unless its step is a multiple of ``checkpoint.every`` or ``keep_every``. A resumed run continues
+    with
+    those of its checkpoint.
     """
 
     def __init__(self, **options: Any) -> None:
         self.options: BestCheckpointOptions = BestCheckpointOptions(**options)
-        #: (number, step) of each that is kept, the best first
-        self._kept: list[tuple[float, int]] = []
-        #: steps of those that were, until the one that takes their place is complete
+        #: (number, step) of the best evaluations, the best first
+        self._best: list[tuple[float, int]] = []
+        #: steps that are no longer among the best, until the checkpoint that replaces them is complete
         self._dropped: list[int] = []
 
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
-        _ = engine.checkpoints.root  # that there is one is found now, and not at the first save
+        _ = engine.checkpoints.root  # raises now, and not at the first save, if there is none
         if engine.checkpoints.resumed_from is not None and not engine.checkpoints.goes_on:
-            self._kept = []  # they are of the run that this one has begun from
-        if self._kept:
+            self._best = []  # they are checkpoints of another run, from which this one began
+        if self._best:
             self._name(engine)
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         value = self.value_of(summary)
-        kept = [each for each in self._kept if each[1] != summary.step]
-        place = next((at for at, (other, _) in enumerate(kept) if self.is_better(value, other)), len(kept))
+        best = [entry for entry in self._best if entry[1] != summary.step]
+        place = next((at for at, (other, _) in enumerate(best) if self.is_better(value, other)), len(best))
         if place == self.options.keep or not self.is_better(value, None):
             return
-        kept.insert(place, (value, summary.step))
-        self._kept = kept[: self.options.keep]
-        self._dropped += [step for _, step in kept[self.options.keep :]]
+        best.insert(place, (value, summary.step))
+        self._best = best[: self.options.keep]
+        self._dropped += [step for _, step in best[self.options.keep :]]
         self._name(engine)
-        engine.checkpoints.is_wanted = True  # no save yet: hooks behind this one have not heard of the evaluation
+        engine.checkpoints.is_wanted = True  # the save waits until later hooks have received the evaluation
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
-        if saved.step not in [step for _, step in self._kept]:
+        if saved.step not in [step for _, step in self._best]:
             return
         dropped, self._dropped = self._dropped, []
         section = engine.config.checkpoint
@@ -62,19 +65,19 @@ class BestCheckpoint(MetricHook):
         self._name(engine, [step for step in dropped if all(step % every for every in regular)])
 
     def _name(self, engine: Engine, removed: Sequence[int] = ()) -> None:
-        """On the logging rank. A disk that does not take it ends no run, as a save that fails does not."""
+        """Write the file ``best``, and remove checkpoints, on the logging rank. A disk error does not end the run."""
         if not engine.context.is_logging_rank:
             return
         root = engine.checkpoints.root
         try:
-            name_best(root, [*(step for _, step in self._kept), *self._dropped])
+            name_best(root, [*(step for _, step in self._best), *self._dropped])
             for step in removed:
                 remove(root / name_of(step))
         except OSError as error:
             log.warning("%s: the best checkpoints cannot be named: %s", root, error)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [list(each) for each in self._kept]}
+        return {"kept": [list(entry) for entry in self._best]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kept = [(value, step) for value, step in state["kept"]]
+        self._best = [(value, step) for value, step in state["kept"]]

@@ -1,4 +1,4 @@
-"""Functions of a user's own at the moments of a run: ``hooks = [dict(type="Callback", on_step_end=my_function)]``."""
+"""A hook that calls a user's functions: ``hooks = [dict(type="Callback", on_step_end=my_function)]``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Callback(Hook):
     """Calls each function where `Hook` calls the method of that name, with the same arguments, on the same ranks.
 
     Args:
-        functions: by the name of the method, as `CallbackOptions` has them.
+        functions: functions by the name of the method, see `CallbackOptions`.
     """
 
     def __init__(self, **functions: Callable[..., Any] | str) -> None:

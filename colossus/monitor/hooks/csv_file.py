@@ -17,9 +17,9 @@ from colossus.monitor.row_file import append_whole
 class CSV(Tracker):
     """A line for each row, a column for each number: ``step``, ``loss``, ``comm.data.bytes``. Lists are left out.
 
-    Where a row has a number that none before it had, the file is written anew with one more column, and takes the place
-    of the old one. Of a run that is resumed the lines up to its step stay. What comes later for the step of the last
-    line is added to it.
+    If a row has a new number, the file is written again with one more column, and replaces the old one. A resumed run
+    keeps
+    the lines up to its step. A later row of the step of the last line is merged into it.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -32,10 +32,10 @@ class CSV(Tracker):
     def start(self, run: TrackedRun) -> None:
         self.path = user_path(self._path) if self._path else run.folder / "metrics.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in self._read() if int(row["step"]) <= run.step] if run.is_resumed else []
-        self._columns = list(kept[0]) if kept else []
-        self._last_step = int(kept[-1]["step"]) if kept else None
-        self._write_anew(kept)
+        rows = [row for row in self._read() if int(row["step"]) <= run.step] if run.is_resumed else []
+        self._columns = list(rows[0]) if rows else []
+        self._last_step = int(rows[-1]["step"]) if rows else None
+        self._write_anew(rows)
 
     def write(self, row: Mapping[str, Any]) -> None:
         numbers = numbers_of(row)

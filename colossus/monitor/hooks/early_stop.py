@@ -1,4 +1,4 @@
-"""Ends a run that gets no better: ``hooks = [dict(type="EarlyStop", patience=5)]``."""
+"""A hook that ends a run which does not improve: ``hooks = [dict(type="EarlyStop", patience=5)]``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from colossus.monitor.hooks.options import EarlyStopOptions
 
 
 class EarlyStop(MetricHook):
-    """Asks for a stop once ``patience`` evaluations in a row were no better than the best before them.
+    """Requests a stop once ``patience`` evaluations in a row were no better than the best before them.
 
-    All ranks see the same numbers, and stop after the step that follows, as `Engine.request_stop` says. A run that is
-    resumed goes on counting; one that had stopped makes one step, and stops again unless it has more patience now.
+    All ranks see the same numbers, and stop after the next step (`Engine.request_stop`). A resumed run continues the
+    count.
+    A run that had stopped makes one step, and stops again unless it has more patience now.
     """
 
     def __init__(self, **options: Any) -> None:

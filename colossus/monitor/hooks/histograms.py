@@ -23,20 +23,22 @@ from colossus.schedule.executor import StepObserver
 from colossus.state.parameters import model_weights
 from colossus.state.replicas import boxes_of
 
-#: of so many at once torch counts in float32
+#: elements at a time: torch counts in float32
 _MOST = 1 << 24
 
 
 class Histograms(Hook, StepObserver):
-    """Every ``every`` steps, before the update: how many elements of each logical parameter, and of its gradient as it
-    is divided and clipped, are in each of ``bins`` bins of equal width between the smallest and the largest.
+    """Counts the elements of each parameter and its gradient, in bins, every ``every`` steps before the update.
 
-    Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process: one small all-reduce
-    finds the ranges of all parameters, another one sums their counts. Where replicas have parameters of their own,
-    those of the first are counted. Numbers that are not finite are left out.
+    The gradient is divided and clipped. There are ``bins`` bins of equal width between the smallest and the largest
+    element.
+    Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process. One small all-reduce
+    computes the ranges of all parameters, another one sums their counts. If replicas have parameters of their own,
+    those of
+    the first are counted. Numbers that are not finite are left out.
 
-    A line of ``histograms.jsonl`` in the run folder is a `Histogram`; TensorBoard and Weights & Biases get them, too,
-    where a run has their hooks.
+    Each line of ``histograms.jsonl`` in the run folder is a `Histogram`. The hooks TensorBoard and WandB receive them,
+    too.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -49,14 +51,14 @@ class Histograms(Hook, StepObserver):
         self._engine, context, run = engine, engine.context, engine.run
         engine.observers.append(self)
         self._group = context.group(engine.strategy.summed_axes)
-        #: of all ranks; those of buffers stay without numbers
+        #: names on all ranks; those of buffers have no counts
         self._names = list(model_weights(engine.model, context))
         self._boxes = boxes_of(run, replicas_differ=not engine.strategy.exact)
         if context.is_logging_rank:
             path, checkpoints = self.options.path, engine.checkpoints
-            goes_on = checkpoints.resumed_from is not None or checkpoints.is_restart
+            continues = checkpoints.resumed_from is not None or checkpoints.is_restart
             file = user_path(path) if path else (run.folder or Path()) / "histograms.jsonl"
-            self._file = RowFile(file, engine.completed_steps if goes_on else None)
+            self._file = RowFile(file, engine.completed_steps if continues else None)
 
     def on_step_start(self, engine: Engine) -> None:
         self._is_due = (engine.completed_steps + 1) % self.options.every == 0
@@ -68,7 +70,7 @@ class Histograms(Hook, StepObserver):
         self._is_due = False
         device = self._engine.device
         size, bins = len(self._kinds) * len(self._names), self.options.bins
-        #: of each tensor the largest number, and minus the smallest
+        #: largest number of each tensor, and minus its smallest
         ends = torch.full((size, 2), -math.inf, dtype=torch.float64, device=device)
         for slot, part in self._parts():
             is_finite = part.isfinite()
@@ -88,19 +90,19 @@ class Histograms(Hook, StepObserver):
             self._write(ranges, counts.tolist())
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """What this rank counts of each tensor, with the number of that."""
+        """Yield the part of each tensor that this rank counts, with the tensor's number."""
         numbers = {name: number for number, name in enumerate(self._names)}
         for box in self._boxes:
             for at, kind in enumerate(self._kinds):
                 values = box.parameter if kind == "weights" else box.parameter.grad
                 if values is not None and box.writes:
-                    held = box.tensor_box("", values.to_dense() if values.is_sparse else values).local
-                    if held.numel():
-                        wide = held.float() if held.dtype in LOW else held
+                    part = box.tensor_box("", values.to_dense() if values.is_sparse else values).local
+                    if part.numel():
+                        wide = part.float() if part.dtype in LOW else part
                         yield at * len(self._names) + numbers[box.name], wide.to(self._engine.device)
 
     def _write(self, ranges: list[tuple[float, float]], counts: list[list[int]]) -> None:
-        """On the logging rank."""
+        """Write the histograms, on the logging rank."""
         trackers = [hook for hook in self._engine.checkpoints.hooks if isinstance(hook, Tracker)]
         step, bins = self._engine.completed_steps + 1, self.options.bins
         assert self._file is not None

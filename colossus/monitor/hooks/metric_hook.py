@@ -1,4 +1,4 @@
-"""Base of hooks that look at a number of each evaluation."""
+"""The base of hooks that watch a number of each evaluation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from colossus.registry import nearest
 
 
 class MetricHook(Hook):
-    """Finds the number by its name, and says whether it is better than another."""
+    """Finds the number by its name, and compares it with others."""
 
     options: MetricOptions
 
     def on_train_start(self, engine: Engine) -> None:
-        """Raises a ValueError where there will be no evaluations."""
-        why = "there is no validation data" if engine.eval_loader is None else "train.eval_every = 0 evaluates never"
+        """Raise ValueError if there will be no evaluations."""
+        why = "there is no validation data" if engine.eval_loader is None else "train.eval_every = 0"
         if engine.eval_loader is None or not engine.config.train.eval_every:
-            raise ValueError(f"{type(self).__name__} looks at {self.options.metric!r} of evaluations, and {why}")
+            raise ValueError(f"{type(self).__name__} needs {self.options.metric!r} of evaluations, but {why}")
 
     def value_of(self, summary: EvalResult) -> float:
-        """The number.
+        """Return the number.
 
         Raises:
-            ValueError: on all ranks, when an evaluation has none of that name; names the nearest one and all.
+            ValueError: on all ranks, if an evaluation has no number of that name; it lists the nearest one and all.
         """
         numbers, metric = summary.numbers, self.options.metric
         if metric not in numbers:
@@ -37,8 +37,9 @@ class MetricHook(Hook):
         return numbers[metric]
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value is better than another by more than ``min_delta``; NaN is not, all else is better than
-        None.
+        """Return whether a value is better than another by more than ``min_delta``.
+
+        NaN is never better; any other number is better than None.
         """
         if other is None:
             return value == value

@@ -11,12 +11,15 @@ from colossus.config import as_dict, by_path
 from colossus.monitor.hooks.options import MLflowOptions
 from colossus.monitor.hooks.tracker import TrackedRun, Tracker, charts_of
 
-#: what MLflow takes of a batch of parameters, and of the value of one
+#: limits of MLflow: parameters in a batch, and letters of a value
 _MOST_PARAMS, _LONGEST_PARAM = 100, 500
 
 
 class MLflow(Tracker):
-    """Config as parameters, rows as metrics. Steps that come again after a resume are logged again, in the same run."""
+    """Logs the config as parameters and rows as metrics.
+
+    After a resume, repeated steps are logged again, in the same run.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -32,8 +35,8 @@ class MLflow(Tracker):
             self._client.update_run(self.run_id, status="RUNNING")
             return
         name = self.options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or str(run.config.name)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
         params = [Param(_name(key), str(value)[:_LONGEST_PARAM]) for key, value in by_path(as_dict(run.config))]
         for first in range(0, len(params), _MOST_PARAMS):
@@ -49,5 +52,5 @@ class MLflow(Tracker):
 
 
 def _name(key: str) -> str:
-    """With the letters that MLflow takes."""
+    """Return a key with the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. :/]", "_", key)

@@ -1,4 +1,4 @@
-"""Options of the hooks that a config names: their ranges, and what a run must have for them. No torch."""
+"""Options of the hooks that a config names: their ranges, and their requirements for a run. No torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class HookOptions(Section):
-    """Options of a hook: those of each are a subclass, which its class is made with."""
+    """Base of the options of hooks; each hook's class is constructed with its subclass."""
 
     def problems(self, config: Config) -> list[str]:
-        """One line for each thing that the hook needs and a run of this config on this machine has not."""
+        """Return a line for each requirement of the hook that a run of this config on this machine does not meet."""
         return []
 
 
 class MetricOptions(HookOptions):
-    """Of hooks that look at a number of each evaluation."""
+    """Options of hooks that watch a number of each evaluation."""
 
-    #: ``validation_loss``, ``validation_<name>`` of the model's ``eval_metrics``, or what another hook adds
+    #: ``validation_loss``, ``validation_<name>`` of the model's ``eval_metrics``, or a number of another hook
     metric: Name = "validation_loss"
     #: whether the smallest or the largest number is the best
     mode: Literal["min", "max"] = "min"
@@ -37,44 +37,44 @@ class MetricOptions(HookOptions):
     def problems(self, config: Config) -> list[str]:
         if config.train.eval_every:
             return []
-        return [f"looks at {self.metric!r} of evaluations, and train.eval_every = 0 evaluates never: set it"]
+        return [f"needs {self.metric!r} of evaluations, but train.eval_every = 0: set it"]
 
 
 class EarlyStopOptions(MetricOptions):
-    #: evaluations in a row that may be no better than the best one
+    #: evaluations in a row without an improvement, after which the run stops
     patience: Count = 3
-    #: by how much a number must be better to count as better
+    #: smallest improvement that counts
     min_delta: NotNegative = 0.0
 
 
 class BestCheckpointOptions(MetricOptions):
-    #: how many of the best are kept
+    #: number of best checkpoints that are kept
     keep: Count = 1
 
     def problems(self, config: Config) -> list[str]:
-        section, found = config.checkpoint, super().problems(config)
+        section, problems = config.checkpoint, super().problems(config)
         if section.dir is not None and not section.every:
-            found.append(
-                f"would save into checkpoint.dir = {section.dir!r}, which no run has for itself while "
-                f"checkpoint.every = 0: set checkpoint.every, or leave checkpoint.dir out"
+            problems.append(
+                f"would save into checkpoint.dir = {section.dir!r}, which no run owns while checkpoint.every = 0: set "
+                f"checkpoint.every, or remove checkpoint.dir"
             )
-        return found
+        return problems
 
 
 class CSVOptions(HookOptions):
-    #: of the file; None: ``metrics.csv`` in the run folder
+    #: path of the file; None: ``metrics.csv`` in the run folder
     path: Name | None = None
 
 
 class TrackerOptions(HookOptions):
-    """Of hooks that pass rows to another package."""
+    """Options of hooks that pass rows to another package."""
 
-    #: what is imported, and installed by pip
+    #: name of the package, which pip installs
     package: ClassVar[str]
 
     def problems(self, config: Config) -> list[str]:
-        found = importlib.util.find_spec(self.package)
-        if found is not None and found.origin is not None:  # a folder of that name has none
+        spec = importlib.util.find_spec(self.package)
+        if spec is not None and spec.origin is not None:  # a folder of that name has no origin
             return []
         return [f"needs {self.package}, which is not installed: pip install {self.package}"]
 
@@ -82,18 +82,18 @@ class TrackerOptions(HookOptions):
 class TensorBoardOptions(TrackerOptions):
     package = "tensorboard"
 
-    #: None: ``tensorboard`` in the run folder
+    #: folder of the files; None: ``tensorboard`` in the run folder
     log_dir: Name | None = None
 
 
 class WandBOptions(TrackerOptions):
     package = "wandb"
 
-    #: by default that of the variable WANDB_PROJECT, else the name of the config
+    #: project; by default the variable WANDB_PROJECT, else the name of the config
     project: Name | None = None
     #: team or user
     entity: Name | None = None
-    #: of runs that belong together
+    #: group of runs
     group: Name | None = None
     tags: Names = ()
     #: "offline" writes to the run folder, for `wandb sync`; by default that of the variable WANDB_MODE, else "online"
@@ -103,22 +103,22 @@ class WandBOptions(TrackerOptions):
 class MLflowOptions(TrackerOptions):
     package = "mlflow"
 
-    #: by default that of the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
+    #: experiment; by default the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
     experiment: Name | None = None
-    #: a server or a database; by default that of the variable MLFLOW_TRACKING_URI, else what MLflow takes
+    #: a server or a database; by default the variable MLFLOW_TRACKING_URI, else MLflow's own default
     tracking_uri: Name | None = None
 
 
 class HistogramsOptions(HookOptions):
-    #: steps between them
+    #: steps between histograms
     every: Count = 100
-    #: of equal width, between the smallest and the largest number
+    #: number of bins of equal width, between the smallest and the largest number
     bins: Count = 64
-    #: as the optimizer sees them: divided, and clipped
+    #: whether gradients are counted, after division and clipping
     gradients: bool = True
-    #: those that these gradients are of: before the update
+    #: whether parameters are counted, before the update
     weights: bool = True
-    #: of the file; None: ``histograms.jsonl`` in the run folder
+    #: path of the file; None: ``histograms.jsonl`` in the run folder
     path: Name | None = None
 
     @model_validator(mode="after")
@@ -129,22 +129,22 @@ class HistogramsOptions(HookOptions):
 
 
 class ThroughputOptions(HookOptions):
-    #: steps
+    #: number of last steps
     window: Count = 20
 
 
 def _function(value: Any) -> Any:
-    found = imported(value) if isinstance(value, str) else value
-    if found is not None and not callable(found):
+    function = imported(value) if isinstance(value, str) else value
+    if function is not None and not callable(function):
         raise ValueError(f'must be a function, or "package.module:function", got {brief(value)}')
-    return found
+    return function
 
 
 Function = Annotated[Callable[..., Any] | str | None, AfterValidator(_function)]
 
 
 class CallbackOptions(HookOptions):
-    """Functions, or ``"package.module:function"``, that are called as the methods of `colossus.engine.Hook` are."""
+    """Functions, or ``"package.module:function"``, that are called like the methods of `colossus.engine.Hook`."""
 
     #: f(engine)
     on_train_start: Function = None
@@ -172,53 +172,52 @@ class CallbackOptions(HookOptions):
     @model_validator(mode="after")
     def _calls_any(self) -> CallbackOptions:
         if all(getattr(self, name) is None for name in type(self).model_fields):
-            raise ValueError(f"give a function for one of {', '.join(type(self).model_fields)}")
+            raise ValueError(f"set a function for one of {', '.join(type(self).model_fields)}")
         return self
 
 
 class AverageOptions(HookOptions):
-    """Of hooks that keep an average of the weights."""
+    """Options of hooks that average the weights."""
 
     #: steps between two updates of the average
     every: Count = 1
-    #: whether evaluations measure the average, too, a second time over the same data: ``ema.validation_loss`` beside
-    #: ``validation_loss``
+    #: whether evaluations run a second time with the average: ``ema.validation_loss`` beside ``validation_loss``
     evaluate: bool = False
 
     def problems(self, config: Config) -> list[str]:
-        found = [no_average_under(str(config.parallel.strategy.type))] if has_weights_elsewhere(config) else []
+        problems = [no_average_under(str(config.parallel.strategy.type))] if has_weights_elsewhere(config) else []
         if self.evaluate and not config.train.eval_every:
-            found.append("evaluates the average beside the weights, and train.eval_every = 0 evaluates never: set it")
-        return found
+            problems.append("evaluates the average beside the weights, but train.eval_every = 0: set it")
+        return problems
 
 
 def has_weights_elsewhere(config: Config) -> bool:
-    """Whether what a rank stores after a step may not be the weights of the run."""
+    """Return whether the weights of the run may be elsewhere than on the ranks: on other replicas, or on servers."""
     return isinstance(strategy_options(config), PerReplicaOptions)
 
 
 def no_average_under(strategy: str) -> str:
     return (
-        f"cannot average under {strategy}: each replica has weights of its own there, or servers have them; leave the "
-        f"hook out, or take a strategy that keeps the same weights on all replicas (all_reduce, zero)"
+        f"cannot average under {strategy}: each replica has weights of its own there, or servers have them; remove the "
+        f"hook, or use a strategy with the same weights on all replicas (all_reduce, zero)"
     )
 
 
 class EMAOptions(AverageOptions):
-    """One of ``decay`` and ``half_life``."""
+    """Options of the moving average: one of ``decay`` and ``half_life``."""
 
-    #: what is left of the average at an update; 1 - decay is the weight of the new values
+    #: weight of the old average at an update; 1 - decay is the weight of the new values
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    #: steps after which half of the average is of newer weights: decay = 0.5 ** (every / half_life)
+    #: steps after which newer weights are half of the average: decay = 0.5 ** (every / half_life)
     half_life: Positive | None = None
-    #: the decay is at most (1 + t) / (10 + t) after t updates, so that the first weights are soon forgotten
+    #: whether the decay is at most (1 + t) / (10 + t) after t updates, so that the first weights fade soon
     warmup: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> EMAOptions:
         if (self.decay is None) == (self.half_life is None):
-            given = "both" if self.decay is not None else "neither"
-            raise ValueError(f"needs decay (0.999, say) or half_life (in steps), and was given {given}")
+            number = "both" if self.decay is not None else "neither"
+            raise ValueError(f"needs decay (for example 0.999) or half_life (in steps), but got {number}")
         return self
 
     @property
@@ -230,5 +229,5 @@ class EMAOptions(AverageOptions):
 
 
 class SWAOptions(AverageOptions):
-    #: the step whose weights are the first in the average
+    #: first step whose weights are averaged
     start: CountOrZero

@@ -11,8 +11,9 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 
 
 class TensorBoard(Tracker):
-    """Each number of the rows as a chart, and histograms where they are made. A run that goes on hides what an attempt
-    before it has written of the steps that come again.
+    """Shows each number of the rows as a chart, and histograms.
+
+    A resumed run hides the points of an earlier attempt whose steps come again.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -23,9 +24,9 @@ class TensorBoard(Tracker):
     def start(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = run.step + 1 if run.is_resumed else None
+        purge_step = run.step + 1 if run.is_resumed else None
         self._writer = SummaryWriter(
-            str(user_path(self._log_dir) if self._log_dir else run.folder / "tensorboard"), purge_step=purged
+            str(user_path(self._log_dir) if self._log_dir else run.folder / "tensorboard"), purge_step=purge_step
         )
 
     def write(self, row: Mapping[str, Any]) -> None:

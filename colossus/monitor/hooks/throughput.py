@@ -1,4 +1,4 @@
-"""How long steps take, over a window: ``hooks = ["Throughput"]``."""
+"""A hook that adds the speed over a window of steps: ``hooks = ["Throughput"]``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from colossus.monitor.hooks.options import ThroughputOptions
 
 
 class Throughput(Hook):
-    """Adds to each row, of the last ``window`` steps, ``step_seconds_first_quartile``, ``step_seconds_median``,
-    ``step_seconds_third_quartile`` and ``tokens_per_second_window``, all tokens over all seconds. Evaluations do not
-    count.
+    """Adds quartiles of the step time and the tokens per second over the last ``window`` steps to each row.
+
+    They are ``step_seconds_first_quartile``, ``step_seconds_median``, ``step_seconds_third_quartile``, and
+    ``tokens_per_second_window``, all tokens over all seconds. Evaluations do not count.
     """
 
     def __init__(self, **options: Any) -> None:
         window = ThroughputOptions(**options).window
-        #: of each step
+        #: seconds and tokens of each step
         self._seconds: deque[float] = deque(maxlen=window)
         self._tokens: deque[float] = deque(maxlen=window)
 

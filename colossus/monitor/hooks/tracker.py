@@ -1,4 +1,4 @@
-"""Base of hooks that pass the rows of metrics on: to files, and to programs that keep track of runs."""
+"""The base of hooks that pass the rows of metrics on, to files and to programs that track runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.monitor.metrics import PATIENCE, Metrics
 
-#: seconds that the end of a run waits for what is still to be passed on
+#: seconds that the end of a run waits for rows that are not passed on yet
 PATIENCE_AT_END = 60.0
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as it begins, or goes on.
+    """A run that begins or resumes.
 
     Attributes:
+        config: config of the run.
         folder: the run folder; the working folder outside of a launch.
-        name: that of the run folder, else that of the config.
+        name: name of the run folder, else that of the config.
         step: optimizer steps done.
-        is_resumed: whether it goes on behind a checkpoint, or was restarted without one: what was passed on of later
-            steps comes again.
+        is_resumed: whether it resumes from a checkpoint, or was restarted without one. Later steps that were passed on
+            come
+            again then.
     """
 
     config: Config
@@ -41,11 +43,12 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements of a parameter, or of its gradient, are between which numbers.
+    """Counts of the elements of a parameter, or of its gradient, by value.
 
     Attributes:
-        name: full logical name of the parameter.
+        step: step of the update that followed.
         kind: ``weights`` or ``gradients``.
+        name: full logical name of the parameter.
         edges: [bins + 1], ascending.
         counts: [bins].
     """
@@ -58,14 +61,16 @@ class Histogram:
 
 
 class Tracker(Hook):
-    """Passes on, from the logging rank, each row that `Metrics` has written, on a thread of its own.
+    """Passes on each row that `Metrics` has written, from the logging rank, on a thread of its own.
 
-    Nobody waits for it but a checkpoint, some seconds, and the end of the run, a minute. What it raises is one warning
-    and training goes on. Subclasses override `start`, `write`, .., which run on that thread, one after the other; after
-    a `start` that failed none of them is called.
+    Only a checkpoint waits for it, for some seconds, and the end of the run, for a minute. An error is printed once as
+    a
+    warning, and training continues. Subclasses override `start`, `write`, .., which run on that thread, one after the
+    other.
+    If `start` fails, none of the others is called.
 
     Attributes:
-        run_id: by which the other program knows this run; a run that is resumed goes on with it.
+        run_id: id of this run in the other program; a resumed run continues with it.
     """
 
     def __init__(self) -> None:
@@ -74,36 +79,36 @@ class Tracker(Hook):
         self._thread: threading.Thread | None = None
         self._has_warned = False
 
-    # -- of subclasses ------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------
 
     def start(self, run: TrackedRun) -> None:
-        """A run begins, or goes on."""
+        """Begin or resume a run."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics."""
+        """Pass on a row of metrics."""
 
     def write_histogram(self, histogram: Histogram) -> None:
-        """Of `colossus.monitor.hooks.histograms.Histograms`, where a run has that hook."""
+        """Pass on a histogram, if the run has the hook `colossus.monitor.hooks.histograms.Histograms`."""
 
     def flush(self) -> None:
-        """A checkpoint is about to be saved."""
+        """Flush the rows before a checkpoint is saved."""
 
     def close(self, *, is_good: bool) -> None:
-        """The run has ended, well or not."""
+        """Close the run, which has ended well or not."""
 
-    # -- of the run ---------------------------------------------------------------------------------------
+    # -- calls of the run ---------------------------------------------------------------------------------
 
     def on_train_start(self, engine: Engine) -> None:
         name, checkpoints = type(self).__name__, engine.checkpoints
-        if not any(isinstance(each, Metrics) for each in takewhile(lambda each: each is not self, checkpoints.hooks)):
+        if not any(isinstance(hook, Metrics) for hook in takewhile(lambda hook: hook is not self, checkpoints.hooks)):
             raise ValueError(
-                f"{name} passes on the rows that Metrics writes: give fit both, Metrics first: "
+                f"{name} passes on the rows that Metrics writes: pass both to fit, Metrics first: "
                 f"fit(engine, [Metrics(Path('metrics.jsonl')), {name}()])"
             )
         is_resumed = checkpoints.resumed_from is not None
         again = is_resumed or checkpoints.is_restart
         if is_resumed and not checkpoints.goes_on:
-            self.run_id = None  # it is of the run that this one has begun from
+            self.run_id = None  # it is the id of another run, from which this one began
         if not engine.context.is_logging_rank:
             return
         folder, config = engine.run.folder or Path(), engine.config
@@ -116,7 +121,7 @@ class Tracker(Hook):
             self._calls.put(lambda: self.write(row))
 
     def add_histogram(self, histogram: Histogram) -> None:
-        """Pass it on; on the logging rank."""
+        """Pass a histogram on, on the logging rank."""
         if self._thread is not None:
             self._calls.put(lambda: self.write_histogram(histogram))
 
@@ -148,7 +153,7 @@ class Tracker(Hook):
             self.start(run)
         except Exception as error:
             self._warn(f"{type(error).__name__}: {error}")
-            self._thread = None  # behind the warning, which the end of the run waits for
+            self._thread = None  # after the warning, since the end of the run waits for the thread
             return
         while (call := self._calls.get()) is not None:
             try:
@@ -172,20 +177,21 @@ class Tracker(Hook):
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by their path, ``comm.data.bytes``; lists are left out."""
+    """Return the numbers of a row by their path, ``comm.data.bytes``; lists are left out."""
     return {path: value for path, value in by_path(row) if isinstance(value, int | float)}
 
 
 def charts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The same by the names that trackers group by: ``train/loss``, ``validation/loss``; what is of one replica alone
-    is ``train/replica_0/loss``.
+    """Return the numbers of a row by the names that trackers group by: ``train/loss``, ``validation/loss``.
+
+    Numbers of one replica alone are ``train/replica_0/loss``.
     """
-    found = {}
+    charts = {}
     for name, number in numbers_of(row).items():
         if "validation_" in name:
-            found[f"validation/{name.replace('validation_', '', 1)}"] = number
+            charts[f"validation/{name.replace('validation_', '', 1)}"] = number
         elif "replica" in row and name in ("loss", "grad_norm", "tokens"):
-            found[f"train/replica_{row['replica']}/{name}"] = number
+            charts[f"train/replica_{row['replica']}/{name}"] = number
         elif name not in ("step", "time", "replica"):
-            found[f"train/{name}"] = number
-    return found
+            charts[f"train/{name}"] = number
+    return charts

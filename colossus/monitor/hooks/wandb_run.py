@@ -12,8 +12,9 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 
 
 class WandB(Tracker):
-    """Config, rows and histograms; its files are in the run folder. The x-axis is ``step``: steps that come again after
-    a resume are logged again, under the same id.
+    """Logs config, rows and histograms; its files are in the run folder. The x-axis is ``step``.
+
+    After a resume, repeated steps are logged again, under the same id.
     """
 
     def __init__(self, **options: Any) -> None:
