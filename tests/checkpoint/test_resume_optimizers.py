@@ -86,7 +86,7 @@ def test_state_of_another_shape_needs_whole_parameters(tmp_path: Path) -> None:
     assert torch.equal(seen, contents(path).tensors["optimizer/up.weight/rows"])
     for _, _, refused in load(path, settings(tmp_path / "two", dict(tensor=2)), world=2, optimizer=factors):
         assert "optimizer/up.weight/rows has shape (8,)" in refused
-        assert "of which a rank holds a part" in refused
+        assert "each rank stores a part of the parameter" in refused
     for message in run_ranks(2, fails_to_save, settings(tmp_path / "split", dict(tensor=2)), with_context=False):
         assert "optimizer/up.weight/rows has shape (4,)" in message
 
