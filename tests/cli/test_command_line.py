@@ -89,7 +89,7 @@ def test_config_prints_a_config_file(config: str, tmp_path: Path, capsys: pytest
 
 def test_help_of_a_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", config, "--help", "train.seed"]) == 0
-    assert capsys.readouterr().out.startswith("train.seed: whole number at least 0, by default 0: seed of initial values")
+    assert capsys.readouterr().out.startswith("train.seed: whole number at least 0, by default 0: seed of initial")
     assert main(["config", config, "--help", "model.hidden_sise"]) == 2
     assert "did you mean model.hidden_size?" in capsys.readouterr().err
     assert main(["config", config, "--help"]) == 0

@@ -113,7 +113,7 @@ def test_components_objects_and_callables() -> None:
         ),
         (
             dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
-            "train.precision: params = 'bf16', compute = 'bf16', reduce = 'fp32', optimizer = 'fp16': the optimizer must",
+            "train.precision: params = 'bf16', compute = 'bf16', reduce = 'fp32', optimizer = 'fp16': the optimizer",
         ),
         (
             dict(train=dict(precision=dict(compute="bf16", reduce="fp16"))),
