@@ -105,15 +105,12 @@ def find_latest(
 ) -> Path | None:
     """Return the checkpoint that ``latest`` names, if its files exist in full size; else the newest such checkpoint.
 
-    A warning names each one that is skipped.
+    A warning names each one that is skipped. None where the folder has no checkpoint.
 
     Args:
         root: folder of checkpoints.
         damaged: checkpoints that are known to be damaged; those that are found are added.
         until: latest step; checkpoints of later steps are skipped.
-
-    Returns:
-        The folder of the checkpoint, or None where there is none.
 
     Raises:
         DamagedCheckpoint: naming the newest, if none is whole.
@@ -272,10 +269,7 @@ def resume_from(path: Path, keep_last: int) -> None:
 
 
 def name_best(root: Path, steps: Sequence[int]) -> None:
-    """Make ``best`` name the checkpoints of these steps, the best first; `prune` keeps them.
-
-    They need not be complete yet.
-    """
+    """Make ``best`` name the checkpoints of these steps, complete or not, the best first; `prune` keeps them."""
     root.mkdir(parents=True, exist_ok=True)
     _point(root / BEST, [name_of(step) for step in steps])
 
