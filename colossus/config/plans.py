@@ -37,10 +37,7 @@ from colossus.registry import (
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError unless every ``type`` exists and has the options that are set.
-
-    A type is a registered name, can be imported, or is a callable. The error has the nearest registered name or option.
-    """
+    """Raise ConfigError unless every ``type`` can be found and has the options that are set."""
     own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # the option classes check these
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
@@ -88,10 +85,9 @@ def strategy_options(config: Config) -> Any:
 def model_options(config: Config) -> Any:
     """Return the checked options of the model; None if it declares none (callables, a user's own).
 
-    They have a method ``check(parallel)``, which returns a line for each problem of the sizes under a plan. They may
-    have
-    ``samples`` and ``counted``, names of what a batch consists of and what the loss counts, by default "sequences" and
-    "tokens".
+    Their method ``check(parallel)`` returns a line for each problem of the sizes under a plan. They may name what a
+    batch
+    consists of (``samples``, by default "sequences") and what the loss counts (``counted``, by default "tokens").
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.

@@ -25,20 +25,16 @@ _NONE: Options = MappingProxyType({})
 class Servers:
     """All servers of a run, seen from one worker. Thread-safe.
 
-    Each tensor is split over the servers by rows (`Sharding`). All workers must create and free the same tensors in the
+    Tensors are split over the servers by rows (`Sharding`). All workers must create and free the same tensors in the
     same
     order; they then agree on the split without a message. An operation on several tensors is one message for each
-    server.
-    All operations return a handle. A server executes the operations of a worker in the order in which they were
-    started.
+    server,
+    and returns a handle. A server executes a worker's operations in the order in which they were started.
 
     Args:
         clients: a client for each server, in the order of their indices.
         worker: number of this worker.
         workers: all workers in synchronous steps and clocks; None: this one alone.
-
-    Attributes:
-        sharding: the split of the tensors.
     """
 
     def __init__(self, clients: Sequence[RpcClient], worker: int, workers: Sequence[int] | None = None) -> None:
@@ -49,11 +45,7 @@ class Servers:
         self._lock = threading.RLock()
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Leave all servers, which continue.
-
-        Args:
-            patience_seconds: longest wait for calls under way, at each server; None: forever.
-        """
+        """Leave all servers, which continue; see `RpcClient.close`."""
         for client in self._clients:
             client.close(patience_seconds)
 
@@ -72,9 +64,9 @@ class Servers:
 
         Args:
             tensors: tensors by name. The values of ``source`` are stored; other workers' may be on the meta device.
-            optimizer: optimizer of the rule ``gradient``, dict(type=.., **options), by a name of
-                `colossus.rows.row_rules`:
-                sgd, momentum, adagrad, rowwise_adagrad, adam. None: these tensors take no gradients.
+            optimizer: optimizer of the rule ``gradient``, dict(type=.., **options) by a name of
+                `colossus.rows.row_rules`; None:
+                these tensors take no gradients.
             optimizers: optimizers by name of the tensor, where they differ.
             source: the worker whose values are stored; None: the first.
             workers: all workers that call it; None: those in synchronous steps.
@@ -128,20 +120,15 @@ class Servers:
         Args:
             values: by name a tensor of the whole shape (rows, if it is sparse), rows (`RowGradient`), or None, which
                 means all
-                rows for ``zero`` and no change for ``gradient``.
+                rows for ``zero`` and no change for ``gradient``. ValueError if one does not fit its tensor.
             rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
-            options: options of this update: ``lr``, ``scale`` (a factor of the gradient), ``clip_value`` (the largest
-                absolute
-                value of an element, after that), or other options of the optimizer.
+            options: options of the optimizer for this update, and ``scale`` and ``clip_value``: see `Shard.push`.
             options_of: options by name, where they differ.
 
         Returns:
             Staleness by name: the number of updates, this one included, since this worker pulled the tensor, the
                 largest over
             its shards. None if it never pulled it, and for ``zero`` and ``copy``.
-
-        Raises:
-            ValueError: if a value does not fit its tensor.
         """
         pieces_by_server, counts = self.sharding.split(values), rule in ("add", "gradient")
         calls = []
@@ -162,10 +149,7 @@ class Servers:
         return Handle(calls, staleness)
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
-        """Pull the values of tensors; those of each shard are of one time.
-
-        ``into`` is written to until the handle was waited for.
-        """
+        """Pull tensors, each shard at one time. ``into`` is written to until the handle is waited for."""
         pieces, copy = self.sharding.targets(into)
 
         def finish(replies: list[Reply]) -> None:
@@ -175,14 +159,7 @@ class Servers:
         return Handle(self._calls("pull", pieces), finish)
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
-        """Pull some rows of tensors.
-
-        Args:
-            ids: by name, ids of rows, int64 [n], ascending and unique.
-
-        Returns:
-            The rows by name, [n, ...].
-        """
+        """Pull some rows of tensors: by name, ids int64 [n], ascending and unique -> rows [n, ...]."""
         pieces, rows = self.sharding.wanted_rows(ids)
 
         def finish(replies: list[Reply]) -> dict[str, Tensor]:
@@ -200,13 +177,9 @@ class Servers:
     # -- synchronous steps ----------------------------------------------------------------------------------
 
     def accumulate(self, step: int, values: Mapping[str, Value]) -> Handle[None]:
-        """Send this worker's part of the gradients of a step. Each worker sends each tensor once.
+        """Send this worker's gradients of a step, None where it has none. Each worker sends each tensor once.
 
-        The sum does not depend on the order of arrival.
-
-        Args:
-            step: number of the step, ascending.
-            values: gradients by name; None where the worker has none.
+        Steps ascend. The sum does not depend on the order of arrival.
         """
         pieces = self.sharding.split(values)
         return Handle(self._calls("accumulate", pieces, step=step, workers=list(self.workers)), _nothing)
@@ -245,8 +218,7 @@ class Servers:
         Args:
             step: number of the step.
             names: the tensors.
-            options: options of the optimizers, as for `push`; ``scale`` is, for example, 1 / tokens times the clip
-                factor.
+            options: options as for `push`; ``scale`` is, for example, 1 / tokens times the clip factor.
             options_of: options by name, where they differ.
             found_inf: whether to drop the sums and not update.
             into: tensors by name that receive the new values.
@@ -269,8 +241,6 @@ class Servers:
         """Wait until this worker, which has finished ``step`` steps, may begin the next.
 
         It may if no other living worker has finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013).
-        Server 0
-        counts.
         """
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
         return Handle([self._clients[0].call("clock", header)], _nothing)
@@ -282,11 +252,9 @@ class Servers:
         return [(server, *wait) for server, reply in enumerate(replies) for wait in reply.header["waits"]]
 
     def wait_or_name_missing(self, handle: Handle[T], seconds: float) -> T:
-        """Return the result of a handle that depends on other workers.
+        """Return the result of a handle; raise PeerGone naming the workers that do not come in time.
 
-        Raises:
-            PeerGone: naming the workers that did not come in time.
-            ServerGone, Refused: see `Handle.wait`.
+        Other errors are those of `Handle.wait`.
         """
         while True:
             try:
