@@ -1,19 +1,16 @@
-"""Settings of Sphinx. Pictures and reference pages are made first, by the two scripts beside this file."""
+"""Settings of Sphinx. The reference pages are made first, by the script beside this file."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import make_pictures  # noqa: E402
 import make_reference  # noqa: E402
-import toolbox_pictures  # noqa: E402
 
 import colossus  # noqa: E402
 
-make_pictures.write(HERE / "pictures")
-toolbox_pictures.write(HERE / "pictures")
 make_reference.write(HERE / "reference")
 
 project = "colossus"
@@ -60,3 +57,30 @@ html_theme_options = {
     "footer_end": ["sphinx-version"],
     "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
 }
+
+#: what a page links on GitHub -> the page of the site that takes its place
+ON_THE_SITE = {
+    "../CONTRIBUTING.md": "contributing.md",
+    "../benchmarks/README.md": "benchmark-commands.md",
+    "../colossus/config/schema.py": "reference/config.md",
+    "../colossus/config/training.py": "reference/config.md#train",
+    "../colossus/data/__init__.py": "reference/data.md",
+    "../colossus/data_parallel/options/exact_options.py": "reference/options.md#strategies",
+    "../colossus/data_parallel/options/server_options.py": "reference/options.md#server",
+    "../colossus/data_parallel/strategy.py": "reference/extending.md",
+    "../colossus/engine/fit.py": "reference/engine.md",
+    "../colossus/graphs/builtin/fixed.py": "reference/options.md#graphs",
+    "../colossus/models/options.py": "reference/options.md#models",
+    "../colossus/server/__init__.py": "reference/server.md",
+}
+
+
+def link_the_site(app: Any, page: str, source: list[str]) -> None:
+    """Replace links to files of the repository by those to pages of the site."""
+    if page != "one-train-step":  # this page is about the code
+        for file, other in ON_THE_SITE.items():
+            source[0] = source[0].replace(f"]({file})", f"]({other})")
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", link_the_site)

@@ -1,11 +1,12 @@
 """Pictures of the pages, drawn from what the code computes: grids of ranks, layouts, graphs, schedules, bytes, memory.
 
-``conf.py`` calls `write`; the pictures are not checked in. The README's is: ``python docs/make_pictures.py`` draws it.
+``python docs/make_pictures.py`` writes them into ``docs/static``, where they are checked in, so that GitHub shows them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from colossus.picture import new_figure
 from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw import save
 from colossus.schedule.simulate import Times, simulate
 from colossus.sequence_parallel.modes import zigzag_order
 from colossus.tensor_parallel.choose_sharding import Shardings
@@ -27,21 +27,43 @@ from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
 
 ROOT = Path(__file__).parents[1]
-#: the README's picture, checked in
-PLAN = ROOT / "docs" / "plan.svg"
+FOLDER = ROOT / "docs" / "static"
 COLOURS = ("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fa9fb5", "#c7e9c0", "#fdd0a2", "#d9d9d9")
 DARK = "#333333"
 
 
+def drawings() -> dict[str, str]:
+    """Return the pictures that need no matplotlib: file name -> SVG."""
+    draws = (plan, weights, pair, reshard, graphs, zigzag, forms_of_weights, host_and_device)
+    pictures = {f"{draw.__name__.replace('_', '-')}.svg": draw() for draw in draws}
+    return pictures | {f"timeline-{kind}.svg": timeline(kind) for kind in ("1f1b", "zb-h1", "zb-v")}
+
+
 def write(folder: Path) -> None:
-    """All pictures but the README's, into a folder."""
-    folder.mkdir(exist_ok=True)
-    for draw in (weights, pair, reshard, graphs, zigzag, forms_of_weights, host_and_device):
-        (folder / f"{draw.__name__.replace('_', '-')}.svg").write_text(draw())
-    for kind in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
-        timeline(kind, folder / f"timeline-{kind}.svg")
-    bytes_by_mode(folder / "bytes-by-mode.svg")
-    memory_by_stage(folder / "memory-by-stage.svg")
+    """Write all pictures of this file into a folder."""
+    for name, text in drawings().items():
+        (folder / name).write_text(text)
+    with plain_svg():
+        bytes_by_mode(folder / "bytes-by-mode.svg")
+        memory_by_stage(folder / "memory-by-stage.svg")
+    for name in ("bytes-by-mode", "memory-by-stage"):
+        shorten(folder / f"{name}.svg")
+
+
+def plain_svg() -> Any:
+    """Return a context in which matplotlib writes text as text, and the same bytes each time."""
+    import matplotlib
+
+    return matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "colossus", "font.sans-serif": ["DejaVu Sans"]}
+    )
+
+
+def shorten(path: Path) -> None:
+    """Round the coordinates of an SVG to two decimals and drop its metadata."""
+    text = re.sub(r"<metadata>.*?</metadata>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", path.read_text(), flags=re.S)
+    text = re.sub(r"(\d+\.\d{2})\d+", r"\1", text)
+    path.write_text(re.sub(r"\s*\n\s*", "\n", text).lstrip())
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -62,7 +84,7 @@ def _svg(width: float, height: float, shapes: Iterable[str]) -> str:
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, text: str = "") -> str:
-    """A box, with a text in its middle."""
+    """Return a box with a text in its middle."""
     box = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{DARK}"/>'
     return box + (_text(x + width / 2, y + height / 2 + 4, text) if text else "")
 
@@ -81,7 +103,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, both: bool = False) -> str
 
 
 def plan() -> str:
-    """The ranks of ``configs/gpt_stdlib_3d.py``: a row for each replica, a column for each stage."""
+    """Draw the ranks of ``configs/gpt_stdlib_3d.py``: a row for each replica, a column for each stage."""
     config = load_config(ROOT / "configs" / "gpt_stdlib_3d.py")
     grid = build_grid(config.parallel)
     replicas, stages, ways = grid.size("data"), grid.size("pipeline"), grid.size("tensor")
@@ -118,7 +140,7 @@ def _shardings(mode: str, shape: tuple[int, ...], sequence_sharded: bool = False
 
 
 def _shards(x: float, title: str, layout: Layout, shape: tuple[int, int], sizes: Mapping[str, int]) -> list[str]:
-    """A matrix of this shape in pixels, cut into the boxes of a layout, each with the ranks that hold it."""
+    """Draw a matrix of this shape in pixels, cut into the boxes of a layout, each with the ranks that store it."""
     holders: dict[Any, list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         rest, at = rank, {}
@@ -133,41 +155,41 @@ def _shards(x: float, title: str, layout: Layout, shape: tuple[int, int], sizes:
 
 
 def weights() -> str:
-    """The weight of a column linear under each mode."""
+    """Draw the weight of a column linear under each mode."""
     shapes: list[str] = []
     modes = (("1D, 8 ranks", "1d", (8,)), ("2D, 2 x 2", "2d", (2, 2)), ("2.5D, 2 x 2 x 2", "2.5d", (2, 2, 2)))
     for place, (title, mode, sizes) in enumerate((*modes, ("3D, 2 x 2 x 2", "3d", (2, 2, 2)))):
-        found = _shardings(mode, sizes)
-        shapes += _shards(24 + 184 * place, title, found.column[0].weight, (160, 160), found.sizes)
+        shardings = _shardings(mode, sizes)
+        shapes += _shards(24 + 184 * place, title, shardings.column[0].weight, (160, 160), shardings.sizes)
     return _svg(24 + 184 * 4, 224, shapes)
 
 
 def pair() -> str:
-    """A column and a row linear in 1D on four ranks: inputs, weights and outputs."""
-    found = _shardings("1d", (4,))
-    whole, inner = found.regions.whole.at(2), found.regions.inner.at(2)
-    column, row = found.column[0].weight, found.row[0].weight
+    """Draw a column and a row linear in 1D on four ranks: inputs, weights and outputs."""
+    shardings = _shardings("1d", (4,))
+    whole, inner = shardings.regions.whole.at(2), shardings.regions.inner.at(2)
+    column, row = shardings.column[0].weight, shardings.row[0].weight
     items = [("x", whole, (120, 80)), ("up.weight", column, (120, 80)), ("up(x)", inner, (120, 120))]
     shapes, x = [], 24
     for title, layout, shape in (*items, ("down.weight", row, (80, 120)), ("down(up(x))", whole, (120, 80))):
-        shapes += _shards(x, title, layout, shape, found.sizes)
+        shapes += _shards(x, title, layout, shape, shardings.sizes)
         x += shape[1] + 40
     return _svg(x, 184, shapes)
 
 
 def reshard() -> str:
-    """A weight as one plan saved it and as two others read it."""
+    """Draw a weight as one plan saved it and as two others read it."""
     shapes: list[str] = []
     plans = (("saved: 1D, 2 ranks", "1d", (2,)), ("read: 2D, 2 x 2", "2d", (2, 2)))
     for place, (title, mode, sizes) in enumerate((*plans, ("read: 3D, 2 x 2 x 2", "3d", (2, 2, 2)))):
-        found = _shardings(mode, sizes)
-        shapes += _shards(24 + 220 * place, title, found.column[0].weight, (150, 150), found.sizes)
+        shardings = _shardings(mode, sizes)
+        shapes += _shards(24 + 220 * place, title, shardings.column[0].weight, (150, 150), shardings.sizes)
         shapes += [_line(220 * place - 40, 115, 220 * place + 16, 115)] if place else []
     return _svg(640, 210, shapes)
 
 
 def zigzag() -> str:
-    """Which rank computes which tile of causal attention: 4 ring ranks, 8 chunks of the sequence."""
+    """Draw the tiles of causal attention and their ranks: 4 ring ranks, 8 chunks of the sequence."""
     ring, chunks, cell = 4, 8, 28
     owner = {chunk: place // 2 for place, chunk in enumerate(zigzag_order(chunks, ring))}
     shapes = []
@@ -182,7 +204,7 @@ def zigzag() -> str:
 
 
 def graphs() -> str:
-    """Who sends to whom among eight replicas."""
+    """Draw the graphs along which eight replicas send."""
     shapes: list[str] = []
     drawn = [("exponential", 0), ("exponential", 1), ("exponential", 2), ("ring", 0), ("bipartite_exponential", 0)]
     for place, (name, step) in enumerate(drawn):
@@ -201,7 +223,7 @@ def graphs() -> str:
 
 
 def forms_of_weights() -> str:
-    """Which forms weights have, and what turns one into another."""
+    """Draw the forms of weights and the calls that turn one into another."""
     boxes = {"Hugging Face folder": (24, 60), "engine, any plan": (290, 60), "checkpoint": (556, 60)}
     shapes = [_rect(x, y, 150, 50, COLOURS[0], title) for title, (x, y) in boxes.items()]
     shapes += [
@@ -216,7 +238,7 @@ def forms_of_weights() -> str:
 
 
 def host_and_device() -> str:
-    """The host prepares a step while the device computes the one before."""
+    """Draw how the host prepares a step while the device computes the one before."""
     shapes = []
     for y, name, start, length in ((24, "host", 0, 60), (84, "device", 40, 150)):
         shapes.append(_text(80, y + 22, name, "end"))
@@ -224,21 +246,60 @@ def host_and_device() -> str:
     return _svg(760, 144, shapes)
 
 
-# -- matplotlib -----------------------------------------------------------------------------------------------------
+# -- schedules ------------------------------------------------------------------------------------------------------
+
+#: kind of action -> its colour, its name
+KINDS = {
+    "forward": ("#9ecae1", "forward"),
+    "backward": ("#fdae6b", "backward"),
+    "backward_input": ("#fdae6b", "gradients of inputs"),
+    "backward_weight": ("#a1d99b", "gradients of weights"),
+}
 
 
-def timeline(kind: str, path: Path) -> None:
-    """A schedule on four ranks with eight microbatches."""
+def timeline(kind: str) -> str:
+    """Draw a schedule on four ranks with eight microbatches; a number is a microbatch."""
     actions = make_schedule(kind, 4, 8)
     stages = len(placement(actions))
     share = 4 / stages
     simulation = simulate(actions, Times(share, 2 * share, share, share))
-    title = f"{kind}, {stages} stages on 4 ranks, 8 microbatches, bubble {100 * simulation.bubble:.0f} %"
-    save(simulation, path, title)
+    left, top, row, width = 56, 40, 30, 680
+    scale = width / simulation.makespan
+    title = f"{kind}: {stages} stages on 4 ranks, 8 microbatches, idle {100 * simulation.bubble:.0f} % of the time"
+    shapes, kinds = [_text(left, 24, title, "start")], {}
+    for rank, spans in enumerate(simulation.spans):
+        y = top + rank * row
+        shapes.append(_text(left - 8, y + 16, f"rank {rank}", "end"))
+        shapes.append(f'<rect x="{left}" y="{y}" width="{width}" height="24" fill="#eeeeee"/>')
+        for span in spans:
+            if span.action.kind not in KINDS:
+                continue
+            kinds[span.action.kind] = None
+            x, length = left + span.start * scale, (span.end - span.start) * scale
+            opacity = 1 if span.action.stage < 4 else 0.6
+            shapes.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="24" fill="{KINDS[span.action.kind][0]}" '
+                f'fill-opacity="{opacity}" stroke="white"/>'
+            )
+            shapes.append(f'<text x="{x + length / 2:.1f}" y="{y + 16}" text-anchor="middle" font-size="10">'
+                          f"{span.action.microbatch}</text>")  # fmt: skip
+    x = float(left)
+    for name in kinds:
+        shapes += [
+            _rect(x, top + 4 * row + 6, 12, 12, KINDS[name][0]),
+            _text(x + 18, top + 4 * row + 16, KINDS[name][1], "start"),
+        ]
+        x += 150
+    if stages > 4:
+        shapes.append(_text(x + 18, top + 4 * row + 16, "pale: the second stage of a rank", "start"))
+    return _svg(left + width + 24, top + 4 * row + 30, shapes)
+
+
+# -- matplotlib -----------------------------------------------------------------------------------------------------
 
 
 def _block(mode: str, shape: tuple[int, ...], sequence_sharded: bool) -> tuple[float, float]:
-    """MB in bf16 that a rank sends for a transformer block, and holds of an activation between blocks."""
+    """Return the MB in bf16 that a rank sends for a transformer block, and stores of an activation between blocks."""
     hidden, batch, tokens = 4096, 8, 1024
     shardings = _shardings(mode, shape, sequence_sharded)
     elements = 0.0
@@ -248,12 +309,12 @@ def _block(mode: str, shape: tuple[int, ...], sequence_sharded: bool) -> tuple[f
         x, y = shardings.default_layouts(split)
         traffic = matmul_traffic(sharding, x, y, (batch, tokens, width), out * hidden, shardings.sizes)
         elements += traffic.step(1, keep=True, weights="microbatch").elements
-    held = math.prod(shardings.regions.residual.at(3).chunk((batch, tokens, hidden), shardings.sizes))
-    return 2 * elements / 1e6, 2 * held / 1e6
+    stored = math.prod(shardings.regions.residual.at(3).chunk((batch, tokens, hidden), shardings.sizes))
+    return 2 * elements / 1e6, 2 * stored / 1e6
 
 
 def bytes_by_mode(path: Path) -> None:
-    """What a block sends and holds under each mode, by the number of ranks."""
+    """Draw what a rank sends for a block and stores between blocks under each mode, by the number of ranks."""
     sizes = (2, 4, 8, 16, 32, 64)
     lines: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {
         "1D, sequence_sharded": [("1d", (p,), True) for p in sizes],
@@ -280,7 +341,7 @@ def bytes_by_mode(path: Path) -> None:
 
 
 def memory_by_stage(path: Path) -> None:
-    """What each of eight data ranks holds at most under each stage of ZeRO: a GPT of 24 layers, fp32, AdamW."""
+    """Draw the peak memory of eight data ranks under each stage of ZeRO: a GPT of 24 layers, fp32, AdamW."""
     hidden, layers, vocabulary, ranks = 1024, 24, 50304, 8
     block, root = 4 * 12 * hidden**2, 4 * vocabulary * hidden
     whole = layers * block + root
@@ -305,4 +366,7 @@ def memory_by_stage(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    PLAN.write_text(plan())
+    import toolbox_pictures
+
+    toolbox_pictures.write(FOLDER)
+    write(FOLDER)

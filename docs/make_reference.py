@@ -129,7 +129,7 @@ def _options() -> str:
     ]
     for name in STRATEGY_OPTIONS.names():
         sections += [f"### `{name}`", *_of(STRATEGY_OPTIONS.get(name))]
-    sections += ["## Hooks", 'Options of `hooks = [dict(type="...")]`. What each does: [](../toolbox.md#hooks).']
+    sections += ["## Hooks", 'Options of `hooks = [dict(type="...")]`. What each does: [](../hooks.md).']
     for name in HOOK_OPTIONS.names():
         sections += [f"### `{name}`", *_of(HOOK_OPTIONS.get(name))]
     sections += [

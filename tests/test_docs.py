@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -98,9 +100,11 @@ def _script(name: str) -> Any:
     return module
 
 
-def test_the_picture_of_the_readme_is_what_its_script_draws() -> None:
+def test_pictures_are_what_their_script_draws() -> None:
+    """All but those of matplotlib, which another version draws with other bytes."""
     pictures = _script("make_pictures")
-    assert pictures.PLAN.read_text() == pictures.plan()
+    for name, text in pictures.drawings().items():
+        assert (pictures.FOLDER / name).read_text() == text, f"python docs/make_pictures.py draws {name} anew"
 
 
 def test_reference_pages_have_every_public_name_and_command(tmp_path: Path) -> None:
@@ -109,3 +113,47 @@ def test_reference_pages_have_every_public_name_and_command(tmp_path: Path) -> N
     assert ".. autoclass:: colossus.layers.Linear" in (tmp_path / "layers.md").read_text()
     assert "`--rdzv-endpoint HOST:PORT`" in (tmp_path / "command-line.md").read_text()
     assert "`parallel.tensor.sequence_sharded`" in (tmp_path / "config.md").read_text()
+
+
+# -- links, messages ----------------------------------------------------------------------------------------
+
+
+def test_links_and_pictures_of_the_pages_are_there_on_github() -> None:
+    assert _script("check_links").markdown_problems() == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    checker = _script("check_links")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("made/\n")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "a.svg").write_text("<svg/>")
+    (tmp_path / "other.md").write_text("# One `word`, and more\n\n## One `word`, and more\n")
+    page = "[](other.md) [x](other.md#one-word-and-more-1) `[x](code.md)` [x](https://example.org)\n```\n[x](code.md)\n```\n"
+    (tmp_path / "page.md").write_text(page)
+    assert checker.markdown_problems(tmp_path) == []
+    (tmp_path / "page.md").write_text(page + "[x](other.md#two) ![p](made/a.svg)\n[x](gone.md)\n")
+    assert checker.markdown_problems(tmp_path) == [
+        "page.md:5: other.md#two: no such heading",
+        "page.md:5: made/a.svg: git ignores it",
+        "page.md:6: gone.md: no such file",
+    ]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text('<a id="top" href="#top"></a><a href="#end"></a><img src="p.svg">')
+    problems = checker.site_problems(tmp_path / "site")
+    assert problems == ["index.html: #end: no such anchor", "index.html: p.svg: no such file"]
+
+
+def test_messages_of_the_page_on_trouble_are_those_of_the_code() -> None:
+    """``..`` stands for what a message fills in."""
+    quoted = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert len(quoted) >= 20
+    pieces = [
+        node.value
+        for file in (ROOT / "colossus").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for message in quoted:
+        for part in filter(None, map(str.strip, message.split(".."))):
+            assert any(part in piece for piece in pieces), f"no message of the package has {part!r}"

@@ -15,7 +15,7 @@ from colossus.config import Config, ConfigError, load_config
 from colossus.config.learning_rates import LearningRates
 from colossus.registry import LR_SCHEDULES
 
-PAGE = Path(__file__).parents[2] / "docs" / "toolbox.md"
+PAGE = Path(__file__).parents[2] / "docs" / "learning-rates.md"
 PEAK, WARMUP, STEPS = 0.3, 7, 50
 scheduler = torch.optim.lr_scheduler
 
@@ -195,11 +195,11 @@ def test_the_warm_up_counts_as_steps_of_the_run() -> None:
 
 
 def test_the_configs_of_the_page_are_right() -> None:
-    section = PAGE.read_text().split("## Learning rates and batch sizes")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    text = PAGE.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     for block in blocks:
         names: dict[str, Any] = {}
         exec(block, names)
         load_config({key: value for key, value in names.items() if key in Config.model_fields})
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.M))))
     assert named - {"lr_schedule"} == set(LR_SCHEDULES.names())
