@@ -19,6 +19,7 @@ from colossus.registry import nearest
 
 #: module of each command, with its parser and ``run``
 COMMANDS = {
+    "new": "new",
     "launch": "launch",
     "config": "print_config",
     "show": "show",
@@ -40,6 +41,7 @@ usage: colossus COMMAND ...
 Train large models on many processes. A Python config file declares the model, the data and the parallel plan.
 
 commands:
+  new DIR       write a config and a training script to start from
   launch FILE   train
   config FILE   print the resolved config
   show FILE     print the ranks of a plan, its pipeline schedule (--timeline), the graph of its replicas (--graph),

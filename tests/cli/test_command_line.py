@@ -132,7 +132,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         ([], "usage: colossus COMMAND"),
         (
             ["lunch"],
-            "colossus: 'lunch' is no command; did you mean colossus launch? commands: launch, config, show, plan",
+            "colossus: 'lunch' is no command; did you mean colossus launch? commands: new, launch, config, show",
         ),
         (["config.py"], "colossus: 'config.py' is no command; did you mean colossus launch config.py? commands:"),
         (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),
