@@ -26,7 +26,7 @@ from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
-from colossus.planner.kept import SECTIONS, Kept
+from colossus.planner.fixed_keys import SECTIONS, FixedKeys
 from colossus.planner.search_result import SearchResult
 
 #: exit code if a check finds a difference, as for verify
@@ -201,7 +201,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
     words = [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
     keep = fixed | apply_overrides({}, words)
-    Kept.of(config, keep)  # raises for a wrong key before the hardware is measured
+    FixedKeys.of(config, keep)  # raises for a wrong key before the hardware is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:
         raise ConfigError(

@@ -32,7 +32,7 @@ class Question:
         devices: ranks of a plan.
         hosts: hosts that share them evenly.
         memory: bytes of a device that a plan may use.
-        keep: keys that every plan has, see `colossus.planner.kept.Kept`.
+        keep: keys that every plan has, see `colossus.planner.fixed_keys.FixedKeys`.
     """
 
     file: str

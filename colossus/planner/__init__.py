@@ -1,1 +1,1 @@
-"""What a plan costs before it runs: the memory of its ranks."""
+"""The cost of plans before they run, and the search of the best: step time, traffic, memory."""

@@ -1,4 +1,4 @@
-"""Experts among tensors without values: as if each got as many rows as every other, and none were dropped."""
+"""Experts on tensors without values: every expert gets equally many rows, and no row is dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colossus.layers import expert_rows, moe, routed_experts
 
 @contextmanager
 def balanced_experts() -> Iterator[None]:
-    """Inside, what layers would read of the choices of their router is this."""
+    """Let layers take the choices of their routers for balanced, without reading them, inside the context."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(expert_rows, "agree", _agree))
         stack.enter_context(patch.object(moe, "num_chosen", lambda counts, num_choices: num_choices))

@@ -1,4 +1,4 @@
-"""Blocks that run one after the other, and what travels beside them: weights that come, gradients that leave."""
+"""The overlap of blocks that run one after the other with the gathers of their weights and sums of their gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class BlockSeconds:
     """Seconds of a block in one forward or backward.
 
     Attributes:
-        computing: of it by itself.
-        arriving: of what has to be there when it begins; it starts to come when the block before begins.
-        leaving: of what is sent when it has ended.
+        computing: seconds of the block's own work.
+        arriving: seconds of a transfer that must end before the block starts; it begins when the block before it does.
+        leaving: seconds of a transfer that begins when the block has ended.
     """
 
     computing: float
@@ -22,12 +22,13 @@ class BlockSeconds:
 
 
 def run_beside(blocks: Sequence[BlockSeconds], *, overlaps: bool) -> tuple[float, float]:
-    """Seconds until the last block has ended, and until all has been sent.
+    """Return the seconds until the last block has ended, and until the last transfer has ended.
 
-    What travels does so one after the other, in the order in which it is started.
+    Transfers run one after the other, in the order in which they begin.
 
     Args:
-        overlaps: whether it does so while blocks run.
+        blocks: the blocks in the order in which they run.
+        overlaps: whether transfers run while blocks do.
     """
     if not overlaps:
         end = sum(block.computing + block.arriving + block.leaving for block in blocks)

@@ -1,4 +1,4 @@
-"""Stages as runs of equal blocks, of which a few are enough to know what many need."""
+"""Runs of equal blocks in a stage: the cost of a long run follows from its first few blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.pipeline_block import NamedBlock
 
-#: of equal blocks that follow each other, so many are run: the first may make what all of them use
+#: blocks of a run that are executed: the first may allocate what all of them share
 _RUN = 2
 _PLAIN = (int, float, bool, str, tuple, type(None), torch.dtype)
 
@@ -23,9 +23,9 @@ class BlockRun:
     """Equal blocks that follow each other.
 
     Attributes:
-        kind: equal for two runs of equal blocks, of which as many are run.
-        shown: those that are run.
-        left_out: the others.
+        kind: key of the run; runs with equal keys have equal blocks, and as many in ``shown``.
+        shown: the blocks that are executed.
+        left_out: the other blocks.
     """
 
     kind: Hashable
@@ -34,19 +34,19 @@ class BlockRun:
 
 
 def runs_of(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[BlockRun]:
-    """The blocks of a stage in order, as runs."""
+    """Group the blocks of a stage into runs, in order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
-    found = []
-    for kind, run in groupby(blocks, lambda block: _kind_of(block, modules, params)):
-        every = list(run)
-        shown = [block.call for block in every[:_RUN]]
-        found.append(BlockRun((kind, len(shown)), shown, every[_RUN:]))
-    return found
+    runs = []
+    for kind, group in groupby(blocks, lambda block: _kind_of(block, modules, params)):
+        members = list(group)
+        shown = [block.call for block in members[:_RUN]]
+        runs.append(BlockRun((kind, len(shown)), shown, members[_RUN:]))
+    return runs
 
 
 def _kind_of(block: NamedBlock, modules: dict[str, nn.Module], params: dict[str, nn.Parameter]) -> Hashable:
-    """What a block computes, as far as its modules say: their types, options and parameters, not their names."""
+    """Return a key of a block's computation: the types, options and parameters of its modules, without their names."""
     called = getattr(block.call, "__qualname__", type(block.call).__qualname__)
     return (
         called,

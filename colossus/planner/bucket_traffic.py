@@ -1,4 +1,4 @@
-"""The buckets in which gradients are all-reduced, and those of tied parameters."""
+"""The buckets in which gradients are all-reduced, and the all-reduces of tied parameters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from colossus.planner.plan_axes import PlanAxes
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a parameter as it is summed.
+    """A gradient that ranks sum.
 
     Attributes:
-        elements: of the parameter, or of the rows that a rank stores of it.
-        dtype, reduced: of the gradient, and in which it is summed.
-        axes: over which it is summed, of more than one rank.
-        block: with whose backward it is complete.
+        elements: elements of the parameter, or of the rows of it that a rank stores.
+        dtype: dtype of the gradient.
+        reduced: dtype in which it is summed.
+        axes: the axes with more than one rank over which it is summed.
+        block: the block whose backward completes it.
     """
 
     elements: int
@@ -31,12 +32,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """One bucket.
+    """A bucket of gradients.
 
     Attributes:
-        axes, dtype: over which it is summed, and in what.
-        nbytes: of gradients and, behind them, a flag for each.
-        block: with whose backward the last gradient in it is made.
+        axes: the axes over which it is summed.
+        dtype: dtype in which it is summed.
+        nbytes: bytes of its gradients and of a flag for each.
+        block: the block whose backward completes its last gradient.
     """
 
     axes: tuple[str, ...]
@@ -46,48 +48,53 @@ class BucketTraffic:
 
 
 def buckets_of(gradients: Sequence[Gradient], bucket_bytes: int, *, on_cpu: bool) -> list[BucketTraffic]:
-    """The buckets of a stage in the order in which they start: see `colossus.gradients.buckets.StageBuckets`.
+    """Return the buckets of a stage in the order in which they start (see `colossus.gradients.buckets.StageBuckets`).
 
     Args:
-        gradients: of its parameters that are trained, in the order of the model.
+        gradients: gradients of its trained parameters, in the order of the model.
+        bucket_bytes: bytes of a bucket at most.
+        on_cpu: whether a bucket must also fit a slot of shared memory.
     """
     groups: dict[tuple[tuple[str, ...], str], list[tuple[int, Gradient]]] = {}
-    for number, one in enumerate(reversed(gradients)):
-        if one.axes:
-            groups.setdefault((one.axes, one.dtype), []).append((number, one))
-    found: list[tuple[int, BucketTraffic]] = []
+    for number, gradient in enumerate(reversed(gradients)):
+        if gradient.axes:
+            groups.setdefault((gradient.axes, gradient.dtype), []).append((number, gradient))
+    buckets: list[tuple[int, BucketTraffic]] = []
     for (axes, _), group in groups.items():
         dtype = group[0][1].reduced
         width = itemsize(dtype)
         limit = min(bucket_bytes, SLOT_BYTES - 4096 * width) if on_cpu else bucket_bytes
         for chunk in _chunks(group, limit // width):
-            elements = sum(one.elements for _, one in chunk) + len(chunk)
-            block = min(one.block for _, one in chunk)
-            found.append((chunk[-1][0], BucketTraffic(axes, dtype, elements * width, block)))
-    return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
+            elements = sum(gradient.elements for _, gradient in chunk) + len(chunk)
+            block = min(gradient.block for _, gradient in chunk)
+            buckets.append((chunk[-1][0], BucketTraffic(axes, dtype, elements * width, block)))
+    return [bucket for _, bucket in sorted(buckets, key=lambda numbered: numbered[0])]
 
 
 def _chunks(group: Iterable[tuple[int, Gradient]], limit: int) -> Iterator[list[tuple[int, Gradient]]]:
     chunk: list[tuple[int, Gradient]] = []
     size = 0
-    for number, one in group:
-        if chunk and size + one.elements > limit:
+    for number, gradient in group:
+        if chunk and size + gradient.elements > limit:
             yield chunk
             chunk, size = [], 0
-        chunk.append((number, one))
-        size += one.elements
+        chunk.append((number, gradient))
+        size += gradient.elements
     if chunk:
         yield chunk
 
 
 def flat_sum(axes: PlanAxes, bucket: BucketTraffic) -> tuple[Collective, ...]:
-    """One all-reduce."""
+    """Return the all-reduce of a bucket."""
     ranks, name = axes.size(bucket.axes), axes.name(bucket.axes)
     return (Collective("all_reduce", name, ranks, bucket.nbytes, bucket.dtype, bucket.axes),)
 
 
 def two_level_sum(axes: PlanAxes, bucket: BucketTraffic, per_host: int) -> tuple[Collective, ...]:
-    """Inside of hosts, between them, inside of them: see `colossus.gradients.bucket_sum.TwoLevelSum`."""
+    """Return the collectives of a bucket's two-level sum, inside and between hosts.
+
+    See `colossus.gradients.bucket_sum.TwoLevelSum`.
+    """
     data = axes.size(("data",))
     if "data" not in bucket.axes or per_host in (1, data):
         return flat_sum(axes, bucket)
@@ -103,13 +110,19 @@ def two_level_sum(axes: PlanAxes, bucket: BucketTraffic, per_host: int) -> tuple
 
 
 def tied_sums(tied: Iterable[tuple[Gradient, tuple[int, ...]]]) -> list[Collective]:
-    """Of parameters that several pipeline ranks hold, each with these ranks: one all-reduce for all of the same."""
+    """Return the all-reduces of parameters that several pipeline ranks store.
+
+    Gradients with the same ranks and dtype share one all-reduce.
+
+    Args:
+        tied: each gradient with the pipeline ranks that store its parameter.
+    """
     groups: dict[tuple[tuple[int, ...], str], list[Gradient]] = {}
-    for one, ranks in tied:
-        groups.setdefault((ranks, one.dtype), []).append(one)
-    found = []
+    for gradient, ranks in tied:
+        groups.setdefault((ranks, gradient.dtype), []).append(gradient)
+    sums = []
     for (ranks, _), group in groups.items():
         dtype = group[0].reduced
-        held = sum(one.elements + 1 for one in group) * itemsize(dtype)
-        found.append(Collective("all_reduce", "pipeline", len(ranks), held, dtype, ("pipeline",)))
-    return found
+        nbytes = sum(gradient.elements + 1 for gradient in group) * itemsize(dtype)
+        sums.append(Collective("all_reduce", "pipeline", len(ranks), nbytes, dtype, ("pipeline",)))
+    return sums

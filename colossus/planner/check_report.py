@@ -1,4 +1,4 @@
-"""What a plan was predicted to move and to hold beside what was counted, as a table and as JSON. No torch."""
+"""The report of a plan's check: predicted bytes beside counted bytes, as a table and as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colossus.arithmetic import aligned, byte_count, named_ranks
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes: ``what`` is an axis, or a kind of memory."""
+    """Predicted and counted bytes of ``what``: an axis, or a kind of memory."""
 
     what: str
     predicted: float
@@ -20,25 +20,27 @@ class Compared:
 
     @property
     def is_equal(self) -> bool:
-        """To the byte: shares of a ring are no whole numbers, and are added in another order."""
+        """Return whether the two agree to the byte."""
+        # Shares of a ring are not whole numbers, and are added in another order.
         return math.isclose(self.predicted, self.counted, rel_tol=1e-9, abs_tol=1e-6)
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """Return the comparison in words."""
         return "equal" if self.is_equal else f"counted {self.counted - self.predicted:+,.0f} B"
 
 
 @dataclass(frozen=True)
 class CheckedRank:
-    """The memory of one rank.
+    """The check of one rank.
 
     Attributes:
-        rank: of the world.
-        stored: weights, gradients and the state of the optimizer between steps.
-        peak: at most in a step.
-        operations: what the rank does in a step, as rows of operation, axes, calls, bytes.
-        seconds: that the count took.
+        rank: rank in the world.
+        pipeline_rank: index along the pipeline.
+        stored: bytes of weights, gradients and optimizer state between steps.
+        peak: the most bytes in a step.
+        operations: collectives of the rank in a step, as rows of operation, axes, calls, bytes.
+        seconds: seconds that counting took.
     """
 
     rank: int
@@ -50,18 +52,18 @@ class CheckedRank:
 
     @property
     def ratio(self) -> float:
-        """Of the peaks, predicted over counted."""
+        """Return the predicted peak over the counted one."""
         return self.peak.predicted / self.peak.counted
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Of a plan.
+    """The check of a plan.
 
     Attributes:
         world_size: ranks of the plan.
-        axes: bytes that a rank sends along each axis in a step; of the rank that sends most.
-        ranks: those that were counted.
+        axes: bytes along each axis in a step, of the rank that sends most.
+        ranks: the ranks whose step was counted.
     """
 
     world_size: int
@@ -70,12 +72,12 @@ class CheckReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all that must be equal is: bytes by axis, and what is stored. Peaks are compared, and not judged."""
+        """Return whether bytes along axes and stored bytes agree. Peaks are shown, but need not agree."""
         stored = (row for rank in self.ranks for row in rank.stored)
         return all(row.is_equal for row in (*self.axes, *stored))
 
     def render(self) -> str:
-        """As tables."""
+        """Return the report as tables."""
         ranks, seconds = named_ranks([rank.rank for rank in self.ranks]), sum(rank.seconds for rank in self.ranks)
         head = f"checked     a step of {ranks} of {self.world_size:,} on tensors without values, in {seconds:.0f} s"
         axes = [("axis", "predicted", "counted", ""), *map(_cells, self.axes)]
@@ -87,7 +89,7 @@ class CheckReport:
         return "\n\n".join(sections if self.axes else [head, sections[-1]])
 
     def as_json(self) -> dict[str, Any]:
-        """In bytes and seconds."""
+        """Return the report, in bytes and seconds, as an object for JSON."""
         ranks = [
             {
                 "rank": rank.rank,

@@ -1,4 +1,4 @@
-"""A collective of a step as a planner knows it. No torch."""
+"""A predicted collective of a step. No torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from colossus.comm import accounting
 
 @dataclass(frozen=True)
 class Collective:
-    """One that a rank starts.
+    """A collective that a rank starts.
 
     Attributes:
-        operation, axes, dtype: as `colossus.comm.accounting` counts them.
-        ranks: of its group.
-        held: bytes that a rank holds before.
-        mesh_axes: over which its ranks lie, of the plan's grid; none where they are on one host.
+        operation, axes, dtype: the names under which `colossus.comm.accounting` counts it.
+        ranks: size of its group.
+        input_bytes: bytes of a rank's input.
+        mesh_axes: axes of the plan's grid along which its ranks lie; empty if they share a host.
     """
 
     operation: str
     axes: str
     ranks: int
-    held: float
+    input_bytes: float
     dtype: str
     mesh_axes: tuple[str, ...]
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends."""
-        return accounting.sent(self.operation.partition(" ")[0], self.ranks, self.held)
+        """Return the bytes that a rank sends."""
+        return accounting.sent(self.operation.partition(" ")[0], self.ranks, self.input_bytes)

@@ -1,4 +1,4 @@
-"""What a plan costs: the seconds of a step, its bytes, its memory. One estimate for all commands."""
+"""The estimate of a plan: the seconds of a step, its bytes, its memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
 from colossus.schedule.simulate import Simulation, Span
 
-#: a pipeline is in its steady state after so many microbatches for each rank: more of them take as long, each
+#: microbatches for each rank after which a pipeline is in its steady state: each more takes the same time
 _FEW = 2
 
 
 class Estimator:
-    """Estimates plans of one model and its data on devices of one kind. Profiles of layouts are kept.
+    """Estimates plans of one model and its data on one kind of devices. It caches the profiles of layouts.
 
     Args:
-        hosts: over which the devices of a plan are spread equally, in the order of ranks.
+        hardware: speed of devices and links.
+        hosts: hosts over which the devices of a plan are spread evenly, in the order of ranks.
     """
 
     def __init__(self, hardware: Hardware, *, hosts: int = 1) -> None:
@@ -44,29 +45,32 @@ class Estimator:
         self._other: LayoutProfile | None = None
 
     def estimate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
-        """Of a resolved config.
+        """Estimate the plan of a resolved config.
 
         Args:
-            overrides: with which a user has this plan.
+            config: the config.
+            overrides: overrides of the user's file that give this plan.
 
         Raises:
-            ConfigError: for what cannot be built under the plan, and for strategies that keep replicas apart.
+            ConfigError: the model cannot be built under the plan, or the strategy does not wait for all replicas.
         """
         _require_exact(config)
         config, overrides = self.with_stated_split(config, overrides)
         ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
         if number <= (_FEW + 1) * ranks:
-            return self._played(config, overrides)
-        few, more = (self._played(_with_microbatches(config, times * ranks)) for times in (_FEW, _FEW + 1))
+            return self._simulate(config, overrides)
+        few, more = (self._simulate(_with_microbatches(config, times * ranks)) for times in (_FEW, _FEW + 1))
         estimate = extended(few, more, (number - _FEW * ranks) / ranks)
         flops = self.flops_per_sample(config) * config.train.global_batch_size
         return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
 
     def with_stated_split(self, config: Config, overrides: Sequence[str] = ()) -> tuple[Config, Sequence[str]]:
-        """Stages that are to be equal in time as numbers of blocks; any other config as it is.
+        """Return the config with ``parallel.pipeline.split = "time"`` as numbers of blocks, and its overrides.
+
+        Any other config is returned as it is.
 
         Raises:
-            ConfigError: for a model that cannot be cut into so many stages.
+            ConfigError: the model cannot be cut into this many stages.
         """
         pipeline = config.parallel.pipeline
         if pipeline.split != "time" or pipeline.size == 1:
@@ -76,10 +80,11 @@ class Estimator:
         except ValueError as error:
             raise ConfigError(getattr(error, "problems", str(error)), config.source) from error
         parallel = config.parallel.model_copy(update={"pipeline": pipeline.model_copy(update={"split": counts})})
-        stated = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
-        return config.model_copy(update={"parallel": parallel}), (*overrides, stated)
+        split = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
+        return config.model_copy(update={"parallel": parallel}), (*overrides, split)
 
-    def _played(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
+    def _simulate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
+        """Estimate a plan with all of its microbatches."""
         profile = self.profile(config)
         ranks = stages_of(config, profile)
         memory = memory_of(config, profile, ranks)
@@ -88,10 +93,11 @@ class Estimator:
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
-        """That of the config's layout.
+        """Return the profile of a config's layout.
 
         Args:
-            split_backward: whether dgrad and wgrad are told apart; by default as the config's schedule does.
+            config: the config.
+            split_backward: whether dgrad and wgrad are recorded apart; by default as the config's schedule runs them.
 
         Raises:
             ConfigError: see `profile_layout`.
@@ -104,14 +110,16 @@ class Estimator:
                 self._profiles[key] = self._other
             except ConfigError as error:
                 self._profiles[key] = error
-        found = self._profiles[key]
-        if isinstance(found, ConfigError):
-            raise ConfigError(found.problems, found.source)
-        return found
+        profile = self._profiles[key]
+        if isinstance(profile, ConfigError):
+            raise ConfigError(profile.problems, profile.source)
+        return profile
 
     def flops_per_sample(self, config: Config) -> float:
-        """Of the model, forward and backward, without recomputation: those that utilisation is counted by
-        (`colossus.monitor.mfu`)."""
+        """Return the model FLOPs of a sample, forward and backward, without recomputation.
+
+        MFU counts the same operations (`colossus.monitor.mfu`).
+        """
         parallel = config.parallel
         alone = parallel.model_copy(
             update={
@@ -127,14 +135,15 @@ class Estimator:
             update={"global_batch_size": 1, "activation_checkpoint": type(config.train.activation_checkpoint)()}
         )
         schedule = type(config.schedule)()
-        one = config.model_copy(update={"parallel": alone, "train": train, "schedule": schedule})
-        blocks = self.profile(one).blocks
+        one_sample = config.model_copy(update={"parallel": alone, "train": train, "schedule": schedule})
+        blocks = self.profile(one_sample).blocks
         return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
 
     def player(self, config: Config, times: float = 1.0) -> TracePlayer:
-        """What plays traces on the ranks of a config.
+        """Return the player of traces for the ranks of a config.
 
         Args:
+            config: the config.
             times: see `TracePlayer`.
         """
         grid = build_grid(config.parallel)
@@ -149,13 +158,13 @@ def _require_exact(config: Config) -> None:
     if not STRATEGIES.build(strategy).exact:
         raise ConfigError(
             f"parallel.strategy = {strategy['type']!r} does not wait for all replicas: the time of its step depends on "
-            f"who comes when, and is not predicted; all_reduce, hierarchical and zero are",
+            f"when messages arrive, and cannot be predicted; that of all_reduce, hierarchical and zero can",
             config.source,
         )
 
 
 def _with_microbatches(config: Config, number: int) -> Config:
-    """So many of the same size."""
+    """Return the config with ``number`` microbatches of the same size."""
     batch = samples_of(config) * (config.parallel.data or 1) * number
     train = config.train.model_copy(update={"global_batch_size": batch, "batch_ramp": None})
     schedule = config.schedule.model_copy(update={"microbatches": number})
@@ -163,7 +172,7 @@ def _with_microbatches(config: Config, number: int) -> Config:
 
 
 def _counted_flops(trace: Trace) -> float:
-    """Attention as its products of whole squares, two in forward and four in backward."""
+    """Return the FLOPs of a trace; attention counts as products of whole squares, two forward and four backward."""
     out = 0.0
     for event in trace.events:
         if isinstance(event, Product):
@@ -177,7 +186,7 @@ def _counted_flops(trace: Trace) -> float:
 
 
 class _Composed:
-    """A plan put together."""
+    """The step of a plan, composed of the timelines of its pipeline ranks."""
 
     def __init__(
         self,
@@ -193,9 +202,9 @@ class _Composed:
         self.ranks, self.memory, self.player, self.hardware = ranks, memory, player, estimator.hardware
 
     def estimate(self) -> PlanEstimate:
-        spans, sent = play_step(self.ranks, self.transfer)
+        spans, sums_end = play_step(self.ranks, self.transfer)
         begins = max(rank.begin for rank in self.ranks)
-        ends = [max(own[-1].end if own else 0.0, each) for own, each in zip(spans, sent, strict=True)]
+        ends = [max(own[-1].end if own else 0.0, end) for own, end in zip(spans, sums_end, strict=True)]
         updates = [update_seconds(self.hardware, rank.stored, self._parameters) for rank in self.memory.ranks]
         alone = begins + max(ends) + max(
             rank.end + update for rank, update in zip(self.ranks, updates, strict=True)
@@ -203,10 +212,9 @@ class _Composed:
         busy = [self._busy(number, spans[number]) + updates[number] for number in range(len(self.ranks))]
         seconds = max(alone, self._shared(busy))
         costs = [rank.axes(own) for rank, own in zip(self.ranks, spans, strict=True)]
-        messages = self._messages(spans)
-        for cost, of_messages in zip(costs, messages, strict=True):
-            if of_messages.bytes:
-                cost["pipeline"] = cost.get("pipeline", AxisCost()) + of_messages
+        for cost, messages in zip(costs, self._messages(spans), strict=True):
+            if messages.bytes:
+                cost["pipeline"] = cost.get("pipeline", AxisCost()) + messages
         fullest = max(range(len(busy)), key=busy.__getitem__)
         simulation = Simulation(spans)
         train = self.config.train
@@ -227,7 +235,7 @@ class _Composed:
 
     @cached_property
     def transfer(self) -> float:
-        """Seconds of a message from stage to stage."""
+        """Return the seconds of the largest message from stage to stage."""
         bounds = self.ranks[0].stages.bounds
         sizes = [self.profile.blocks[stop - 1].passed for stop in bounds[1:-1]]
         if len(self.ranks) == 1:
@@ -235,9 +243,9 @@ class _Composed:
         return self.player.placement.seconds(self.hardware, "send", "pipeline", max(sizes))
 
     def _messages(self, spans: Sequence[Sequence[Span]]) -> list[AxisCost]:
-        """What each rank sends to others of its pipeline; what of it is waited for is in the bubble."""
+        """Return the cost of each rank's messages to other stages. Waiting for them is part of the bubble."""
         bounds = self.ranks[0].stages.bounds
-        found = []
+        costs = []
         for own in spans:
             cost = AxisCost()
             for span in own:
@@ -249,21 +257,20 @@ class _Composed:
                 else:
                     continue
                 cost += AxisCost(float(size), self.transfer)
-            found.append(cost)
-        return found
+            costs.append(cost)
+        return costs
 
     @property
     def _parameters(self) -> float:
-        """Of a rank, in the mean."""
+        """Return the mean number of parameters on a rank."""
         return len(self.profile.facts.parameters) / len(self.ranks)
 
     def _busy(self, number: int, spans: Sequence[Span]) -> float:
         rank = self.ranks[number]
-        of_spans = sum(span.end - span.start for span in spans)
-        return of_spans + rank.begin + rank.end
+        return sum(span.end - span.start for span in spans) + rank.begin + rank.end
 
     def _shared(self, busy: Sequence[float]) -> float:
-        """Seconds that a step takes at least where ranks of a host share its cores."""
+        """Return the least seconds of a step whose ranks share the cores of their host."""
         at_once = self.hardware.at_once
         if at_once is None:
             return 0.0
@@ -283,7 +290,7 @@ class _Composed:
         alone: float,
         seconds: float,
     ) -> dict[str, float]:
-        """Of one rank, which add up to ``seconds``."""
+        """Return the seconds of a step on one rank by part; they add up to ``seconds``."""
         rank = self.ranks[number]
         parts = dict.fromkeys(("forward", "backward", "recomputation"), 0.0)
         for span in spans:
@@ -291,12 +298,12 @@ class _Composed:
             if kind not in ("forward", "backward", "backward_input", "backward_weight"):
                 continue
             cost = rank.cost(span.action)
-            exposed = sum(each.exposed for each in cost.axes.values())
+            exposed = sum(axis_cost.exposed for axis_cost in cost.axes.values())
             parts["recomputation"] += cost.repeated
             parts["forward" if kind == "forward" else "backward"] += cost.computing - exposed - cost.repeated
-        for axes, of_axes in sorted(costs.items()):
-            if of_axes.exposed:
-                parts[f"over {axes}"] = of_axes.exposed
+        for axes, axis_cost in sorted(costs.items()):
+            if axis_cost.exposed:
+                parts[f"over {axes}"] = axis_cost.exposed
         parts["optimizer"] = update
         parts["waiting for cores"] = seconds - alone
         parts["bubble"] = max(0.0, alone - sum(parts.values()) + parts["waiting for cores"])
@@ -304,10 +311,10 @@ class _Composed:
 
 
 def _fullest(costs: Sequence[dict[str, AxisCost]]) -> dict[str, AxisCost]:
-    """By axes, of the rank that sends most there."""
+    """Return the cost of each axis, of the rank that sends most along it."""
     out: dict[str, AxisCost] = {}
-    for of_rank in costs:
-        for axes, cost in of_rank.items():
+    for rank_costs in costs:
+        for axes, cost in rank_costs.items():
             if axes not in out or cost.bytes > out[axes].bytes:
                 out[axes] = cost
     return out

@@ -1,5 +1,7 @@
-"""A real engine on tensors without values: what it would read of them, or hear from other ranks, is what a rank of a
-healthy run reads and hears."""
+"""The real engine on tensors without values.
+
+Where the engine reads a value, or an answer of another rank, it gets that of a healthy run.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,27 @@ from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tenso
 
 @contextmanager
 def fake_engines() -> Iterator[CountedFakeTensors]:
-    """Inside, `colossus.initialize` makes engines of fake tensors, which can train.
+    """Let `colossus.initialize` make engines of fake tensors inside the context. They can train.
 
-    Other ranks say what this one says: they have the same settings, and use the same parameters. The batch is that of
-    the other ranks of a model, and no number is other than finite. Experts get equal numbers of tokens.
+    Other ranks answer as this one: they have the same settings, use the same parameters, and the ranks of a model have
+    the same batch. All numbers are finite. Experts get equal numbers of tokens.
     """
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (parallel_context, "init_device_mesh", _mesh),  # arithmetic on a tensor of ranks, whose values are needed
-            (allocate, "trace_constructor", _trace),  # on meta: a fake tensor keeps its device in an attribute
-            (allocate, "draw", _undrawn),
+            (parallel_context, "init_device_mesh", _mesh),  # reads the values of a tensor of ranks
+            (allocate, "trace_constructor", _trace),  # runs on meta; a fake tensor stores its device in an attribute
+            (allocate, "draw", _empty),
             (_Materializer, "_traced_value", _without_values),
-            (deferred_wgrad, "Tensor", FakeTensor),  # plain is what is of no type of ours
+            (deferred_wgrad, "Tensor", FakeTensor),  # the type of a plain tensor
             (consistency, "_samples", lambda batch: iter(())),
             (consistency.BatchCheck, "check", lambda self, total: None),
             (consistency.ProgramCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", Bucket.used_here),
             (RowGradients, "used_by_ranks", RowGradients.used_here),
-            (collectives, "_MESSAGES_BYTES", sys.maxsize),  # that is a way of gloo's
-            (shared_memory, "_open_channel", lambda group: None),  # which lists all pairs of ranks first
-            (dist, "all_gather_object", _hear_oneself),
-            (dist, "broadcast_object_list", _hear_oneself),
+            (collectives, "_MESSAGES_BYTES", sys.maxsize),  # messages instead of a collective are for gloo only
+            (shared_memory, "_open_channel", lambda group: None),  # lists all pairs of ranks, of which there are many
+            (dist, "all_gather_object", _answer_as_self),
+            (dist, "broadcast_object_list", _answer_as_self),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(balanced_experts())
@@ -68,7 +70,7 @@ def _trace(*args: Any) -> Any:
         return trace_constructor(*args)
 
 
-def _undrawn(
+def _empty(
     spec: Any, shape: tuple[int, ...], context: Any, *, key_of: Any, dtype: torch.dtype | None, device: torch.device
 ) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
@@ -78,5 +80,5 @@ def _without_values(self: Any, tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _hear_oneself(*args: Any, **options: Any) -> None:
-    """The list of answers is filled with this rank's own before it is asked for (`colossus.comm.objects`)."""
+def _answer_as_self(*args: Any, **options: Any) -> None:
+    """Do nothing: `colossus.comm.objects` has filled the list of answers with this rank's own."""

@@ -1,4 +1,4 @@
-"""One rank of a world of any size in this process: collectives end at once, tensors have sizes but no values."""
+"""One rank of a world of any size in this process. Collectives end at once; tensors have sizes but no values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world whose groups are torch's fake ones.
+    """Make this process one rank of a world with torch's fake process groups, inside the context.
 
-    Each group that torch initializes prints the rank before every line of a traceback, until the process ends; what is
-    raised behind this has no rank.
+    Initializing a group lets torch print the rank before every line of a traceback. The context restores the hook of
+    uncaught errors, so that later tracebacks have no rank.
 
     Raises:
-        ValueError: in a process that has joined others.
+        ValueError: torch.distributed is initialized in this process.
     """
     if dist.is_initialized():
-        raise ValueError("torch.distributed is initialized here: predict what a plan costs in a process of its own")
+        raise ValueError("torch.distributed is initialized in this process: predict the cost of a plan in another one")
     shared, excepthook = shared_memory.enable(False), sys.excepthook
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -47,7 +47,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
-    """The context of a rank of the config's plan, in a `fake_world`."""
+    """Yield the context of a rank of the config's plan, in a `fake_world`."""
     with fake_world(build_grid(config.parallel).world_size, rank):
         context = ParallelContext.from_config(config, rank=rank)
         try:
@@ -58,12 +58,14 @@ def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
 
 
 def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool] = lambda name: True) -> None:
-    """In the place of a model's tensors on meta put tensors of the run's dtypes on the CPU: called under the mode.
+    """Replace a model's meta tensors by fake CPU tensors of the run's dtypes. Call it under the fake mode.
 
-    Parameters are plain ones, also those of which a rank holds a part: only what uses them is run.
+    All parameters become plain ones, also those that a rank stores a part of: only their users run.
 
     Args:
-        run: whether a tensor of this name is; the others stay on meta, which is faster.
+        model: the model.
+        precision: dtypes of the run.
+        run: whether the tensor of this name is used; the others stay on meta, which is faster.
     """
     wide = wide_parameters(model)
 
@@ -72,11 +74,11 @@ def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool
 
     def fake(tensor: Tensor, path: str, leaf: str) -> Tensor:
         if run(f"{path}.{leaf}" if path else leaf):
-            return made(tensor, "cpu")
+            return allocate(tensor, "cpu")
         with unset_fake_temporarily():
-            return made(tensor, "meta")
+            return allocate(tensor, "meta")
 
-    def made(tensor: Tensor, device: str) -> Tensor:
+    def allocate(tensor: Tensor, device: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data), device=device)
         dtype = dtype_of(tensor, precision.data if id(tensor) in wide else precision.params)

@@ -1,5 +1,7 @@
-"""Steps of chosen ranks of a plan by the real engine, in this process, on tensors without values: what they send is
-counted, and what they hold."""
+"""Steps of some ranks of a plan by the real engine, in this process, on tensors without values.
+
+The bytes that the ranks send and hold are counted.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,15 @@ from colossus.schedule.transport import ValueSpec, batch_signature
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank does in a step, and holds.
+    """The counts of one rank's step.
 
     Attributes:
-        rank: of the world.
-        pipeline_rank: its index along the pipeline.
+        rank: rank in the world.
+        pipeline_rank: index along the pipeline.
         moved: (operation, axes) -> calls and bytes sent, as `colossus.comm.accounting` counts them.
-        stored: after the step.
-        peak: bytes that are alive at most in it, with what is stored and the batch.
-        seconds: that the engine, and its steps, took here.
+        stored: bytes that are stored after the step.
+        peak: the most bytes that are alive in the step, stored ones and the batch included.
+        seconds: seconds that the engine and its steps took in this process.
     """
 
     rank: int
@@ -54,22 +56,22 @@ class RankStep:
 
 
 def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = None) -> list[int]:
-    """The first rank of the world at each of these places along the pipeline (None: at all)."""
+    """Return the first rank of the world at each of these indices along the pipeline (None: at all of them)."""
     grid = build_grid(config.parallel)
     first = {grid.index(rank, "pipeline"): rank for rank in reversed(range(grid.world_size))}
     return [first[at] for at in (range(len(first)) if pipeline_ranks is None else pipeline_ranks)]
 
 
 def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankStep]:
-    """The second step of some ranks of a plan, one rank after the other.
+    """Run the second step of some ranks of a plan, one rank after the other.
 
     Args:
-        config: resolved, of a world of any size.
-        ranks: of the world; by default one of each pipeline rank: the others do the same.
+        config: the resolved config, for a world of any size.
+        ranks: ranks in the world; by default one for each pipeline rank, as the others do the same.
 
     Raises:
-        ConfigError: for a config without a model or data, for strategies whose replicas do not wait for each other, and
-            for what cannot be built or read, or has sizes that depend on a batch's values.
+        ConfigError: the config has no model or data, the model or data cannot be built or read, sizes depend on a
+            batch's values, or replicas of the strategy do not wait for each other.
     """
     if config.model is None or config.data is None:
         missing = "model" if config.model is None else "data"
@@ -77,34 +79,35 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankS
     kind = config.parallel.data_strategy["type"]
     if kind not in COUNTED_STRATEGIES:
         raise ConfigError(
-            f"parallel.strategy = {name_of(kind)!r}: steps without other ranks are of {', '.join(COUNTED_STRATEGIES)}",
+            f"parallel.strategy = {name_of(kind)!r}: a step can be run without other ranks for "
+            f"{', '.join(COUNTED_STRATEGIES)} only",
             config.source,
         )
-    with _in_words(config):
+    with _errors_of(config):
         batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
-        return [_step_of(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
+        return [_run_rank(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
 
 
-def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
+def _run_rank(config: Config, rank: int, batch: Any) -> RankStep:
     began = time.perf_counter()
     grid = build_grid(config.parallel)
     values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
-    as_launched = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
+    environment = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
     with (
         GLOBAL_RNG.preserved(),
-        patch.dict(os.environ, as_launched),
+        patch.dict(os.environ, environment),
         fake_world(grid.world_size, rank),
         fake_engines() as fake,
     ):
         engine = colossus.initialize(_without_files(config))
         try:
-            given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
-            _expect(engine, values, given)
-            _first_step(engine, given)
+            fake_batch = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+            _expect(engine, values, fake_batch)
+            _first_step(engine, fake_batch)
             gc.collect()
             fake.mark()
             with count() as counter:
-                engine.train_step(given)
+                engine.train_step(fake_batch)
             peak = fake.peak
             stored = EngineBytes.of(engine)
         finally:
@@ -117,7 +120,10 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
 
 
 def _first_step(engine: Engine, batch: Any) -> None:
-    """Makes buckets, and what the optimizer keeps: by one microbatch, where stages then end in the same order."""
+    """Run a first step, which allocates buckets and optimizer state.
+
+    One microbatch is enough if the stages then end in the same order as with all.
+    """
     pipeline = engine.pipeline
     number, ends = pipeline.num_microbatches, [action.stage for action in pipeline.actions if action.kind == "reduce"]
     pipeline.set_microbatches(1)
@@ -130,7 +136,7 @@ def _first_step(engine: Engine, batch: Any) -> None:
 
 
 def _drop_hooks(engine: Engine) -> None:
-    """A hook and its parameter hold each other, which Python's garbage collector does not see."""
+    """Drop the hooks of parameters: a hook and its parameter refer to each other, unseen by the garbage collector."""
     whole = [param for block in engine.store.blocks for param in block.params]
     for param in (*engine.model.parameters(), *whole):
         hooks: Any = param._post_accumulate_grad_hooks
@@ -139,17 +145,17 @@ def _drop_hooks(engine: Engine) -> None:
 
 
 def by_operation(counter: Counter) -> dict[tuple[str, str], Tally]:
-    """(operation, axes) -> calls and bytes, of all dtypes."""
-    found: dict[tuple[str, str], Tally] = {}
+    """Return calls and bytes by (operation, axes), summed over dtypes."""
+    totals: dict[tuple[str, str], Tally] = {}
     for (operation, axes, _), tally in sorted(counter.entries.items(), key=str):
-        total = found.setdefault((operation, axes), Tally())
+        total = totals.setdefault((operation, axes), Tally())
         total.calls += tally.calls
         total.bytes += tally.bytes
-    return found
+    return totals
 
 
 def _without_files(config: Config) -> Config:
-    """The config of an engine that is given its batches, has the CPU, and begins anew, with whole batches."""
+    """Return the config for a new engine on the CPU without data and checkpoint, whose batches are whole."""
     train = config.train.model_copy(update={"batch_ramp": None, "check_replicas_every": 0})
     checkpoint = config.checkpoint.model_copy(update={"resume": None, "weights": None})
     comm = config.comm.model_copy(update={"backend": "auto"})
@@ -160,13 +166,14 @@ def _without_files(config: Config) -> Config:
 def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None:
     transport = engine.executor.transport
     if transport is not None:
-        transport.links.takes_early = False  # as with NCCL, and between processes of one host
+        transport.links.takes_early = False  # receives are posted as with NCCL, and between processes of one host
         first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
         transport.expect(values, batch_signature(first))
 
 
 @contextmanager
-def _in_words(config: Config) -> Iterator[None]:
+def _errors_of(config: Config) -> Iterator[None]:
+    """Turn errors of a model or its data into ConfigErrors."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Fake tensors (sizes, dtypes and devices without values) that count what is alive."""
+"""Fake tensors (sizes, dtypes and devices without values) that count the bytes that are alive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colossus.sequence_parallel import ring_attention
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
-#: in place, and some of them know no fake tensors
+#: fused updates: they only work in place, and some of them do not support fake tensors
 _UPDATES = tuple(
     getattr(getattr(aten, name), overload)
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -29,47 +29,47 @@ _UPDATES = tuple(
 
 
 class CountedFakeTensors(FakeTensorMode):
-    """Fake tensors, and the bytes of those that are alive: a storage counts once, from its making until it is freed.
+    """A mode of fake tensors that counts the bytes of living storages, each once from its creation until it is freed.
 
-    It is one mode, not two: under a second one our collectives would take themselves for recorded, and go another way.
-    A number that is read of a fake tensor is 1.
+    It is one mode, not two: under a second mode our collectives would choose the path of a recorded graph. A number
+    that is read from a fake tensor is 1.
 
     Attributes:
-        live: bytes of storages that are held now.
-        peak: the most of them since `mark`.
+        live: bytes of the living storages.
+        peak: the most of these bytes since `mark`.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.live = self.peak = 0
-        #: called with each operator that runs, its arguments and what it gives
+        #: called with each operator, its positional and keyword arguments, and its result
         self.observer: Callable[[Any, Any, Any, Any], None] | None = None
-        #: of a storage, by its key, what it holds now
-        self._known: dict[int, int] = {}
-        #: above 0 inside of an operator that shapes are found of by running others, which make nothing
+        #: bytes of each living storage, by its key
+        self._sizes: dict[int, int] = {}
+        #: nesting of operators: those that run inside of another, to infer its shapes, allocate nothing
         self._depth = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: else torch wraps `__torch_dispatch__`, and imports torch._dynamo at its first operator."""
+        """Return False: else torch wraps `__torch_dispatch__`, and imports torch._dynamo at the first operator."""
         return False
 
     def mark(self) -> int:
-        """Start a new peak; gives what is live."""
+        """Start a new peak, and return the living bytes."""
         self.peak = self.live
         return self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # of which there are more than of all others
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # first, as it is the most frequent
             return args[0].fake_device
         kwargs = kwargs or {}
         if func in _UPDATES:
             return None
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
-        if func is torch.ops._c10d_functional.wait_tensor.default:  # which makes no tensor
+        if func is torch.ops._c10d_functional.wait_tensor.default:  # returns its argument
             return args[0]
-        if func is ring_attention.RING_ATTENTION:  # as an operator it would be called with meta tensors
+        if func is ring_attention.RING_ATTENTION:  # torch would call the operator with meta tensors
             with self:
                 return ring_attention._forward(*args, **kwargs)
         self._depth += 1
@@ -87,9 +87,9 @@ class CountedFakeTensors(FakeTensorMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._sizes:
             return
-        self._known[key] = storage.nbytes()
+        self._sizes[key] = storage.nbytes()
         self._add(storage.nbytes())
         weakref.finalize(storage, self._forget, key)
 
@@ -98,19 +98,19 @@ class CountedFakeTensors(FakeTensorMode):
         self.peak = max(self.peak, self.live)
 
     def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        self.live -= self._sizes.pop(key)
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been freed, or takes its memory back."""
+        """Count the new size of a storage that was resized: ZeRO frees storages so, and allocates them again."""
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            self._add(size - self._known[key])
-            self._known[key] = size
+        if key in self._sizes:
+            self._add(size - self._sizes[key])
+            self._sizes[key] = size
 
 
 @contextmanager
 def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
-    """Inside, new tensors are fake ones, which may become tensors of our own types."""
+    """Make new tensors fake inside the context. They can become tensors of our own types."""
     mode, resize = CountedFakeTensors(), torch.UntypedStorage.resize_
 
     def resize_and_note(self: torch.UntypedStorage, size: int) -> Any:
@@ -130,7 +130,7 @@ def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
 
 
 def as_subclass(self: FakeTensor, cls: type[Tensor]) -> Tensor:
-    """A fake tensor of another type is still a fake one."""
+    """Return a fake tensor as a fake tensor of another type."""
     with torch._C.DisableTorchFunctionSubclass():
         view = self.view_as(self)
     view.__class__ = cls
@@ -142,13 +142,13 @@ def set_attribute(self: FakeTensor, name: str, value: Any) -> None:
 
 
 def _identity(self: FakeTensor) -> int:
-    """Of the memory: there is no address."""
+    """Return a number that identifies a fake tensor's memory, in place of its address."""
     return int(self.untyped_storage()._cdata) + int(self.storage_offset()) * self.itemsize
 
 
 @lru_cache(maxsize=64)
 def _fake_type(kind: type[Tensor]) -> type[Tensor]:
-    """The type of fake tensors for which another type of ours (`ShardedTensor`, say) decides what may be done."""
+    """Return the type of fake tensors that behave as one of our own types, such as `ShardedTensor`."""
     if kind in (Tensor, torch.nn.Parameter):
         return FakeTensor
     if issubclass(kind, FakeTensor):

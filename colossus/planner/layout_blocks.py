@@ -1,4 +1,4 @@
-"""A model under one layout, block by block, as plans are put together from it."""
+"""The profile of a model under one layout, block by block: plans are composed of it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from colossus.planner.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class BlockProfile:
-    """One block of the model for one microbatch, on one rank. Equal blocks share one.
+    """One block of the model for one microbatch, on one rank. Equal blocks share a profile.
 
     Attributes:
-        forward, backward: what they do; a backward includes its recomputation.
-        wgrad: what of backward a schedule may do later; None where it was not asked for.
-        deferred: bytes that wait for ``wgrad`` when backward has gone; None as there.
-        wgrad_peak: bytes at most while ``wgrad`` runs, beyond what waits for it.
-        kept: bytes from its forward to its backward, its output among them.
-        forward_peak, backward_peak: bytes at most while it runs, beyond what the blocks before it (and, in backward,
-            itself) keep.
-        passed: bytes of its output; and of these the bytes that get a gradient.
+        forward, backward: traces; a backward includes its recomputation.
+        wgrad: trace of the part of backward that a schedule may run later; None if the backward is not split.
+        deferred: bytes that are alive from the end of backward to ``wgrad``; None if the backward is not split.
+        wgrad_peak: the most bytes while ``wgrad`` runs, beyond ``deferred``.
+        saved: bytes from its forward to its backward, its output included.
+        forward_peak, backward_peak: the most bytes while it runs, beyond those that the blocks before it save (and in
+            backward its own).
+        passed: bytes of its output.
+        passed_back: bytes of the gradient of its output.
     """
 
     forward: Trace
@@ -31,7 +32,7 @@ class BlockProfile:
     wgrad: Trace | None
     deferred: int | None
     wgrad_peak: int
-    kept: int
+    saved: int
     forward_peak: int
     backward_peak: int
     passed: int
@@ -40,13 +41,14 @@ class BlockProfile:
 
 @dataclass(frozen=True, eq=False)
 class LayoutProfile:
-    """All blocks of a model in order; of a model that is no chain, itself.
+    """The profile of a model.
 
     Attributes:
-        facts: of the model's parameters.
-        optimizer: what it keeps of them.
-        tokens: (or what else the loss counts) of a sample.
-        sample: of the data, a batch of one.
+        blocks: all blocks in order; a model that is no chain is one block.
+        facts: facts of the model's parameters.
+        optimizer: memory of the optimizer.
+        tokens: tokens of a sample, or what else the loss counts.
+        sample: a batch of one sample of the data.
     """
 
     blocks: Sequence[BlockProfile]

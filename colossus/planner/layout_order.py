@@ -1,4 +1,4 @@
-"""Which layouts a search looks at first, and which are next to a good one. No torch."""
+"""The order of layouts in a search: the first ones, and the neighbours of a good one. No torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from colossus.config import Config, model_options
 from colossus.planner.model_layouts import ModelLayout, experts_fit
 from colossus.registry import TENSOR_MODES
 
-#: ranks that share a sequence, to begin with: rings are profiled in as many steps
+#: the most ranks of a sequence in the first layouts: the profile of a ring takes as many steps
 _FEW = 4
 
 
 def is_plain(layout: ModelLayout) -> bool:
-    """Whether it is one of those that a search begins with.
+    """Return whether a search may begin with this layout.
 
-    Of 1D tensor parallelism the layouts whose activations are split by tokens, which send as much and keep less; of
-    other modes those that gather weights once in a step; sequences over few ranks, by ring or Ulysses; no or full
-    checkpointing.
+    Such a layout has 1D tensor parallelism with activations split by tokens (which sends as much and saves less), or
+    another mode that gathers weights once per step; a ring or Ulysses over few ranks; no or full checkpointing.
     """
     tensor, sequence = layout.tensor, layout.sequence
     if tensor.mode == "1d":
@@ -31,19 +30,26 @@ def is_plain(layout: ModelLayout) -> bool:
 
 
 def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayout], float]) -> list[ModelLayout]:
-    """Of each mode and size of tensor parallelism, and number of ranks that share experts, the likeliest plain layout:
-    with nothing computed again, if any plan of it may fit. Of a model that has none of these, the first layouts."""
-    found: dict[Any, tuple[tuple[bool, float], ModelLayout]] = {}
+    """Return the best plain layout of each mode and size of tensor parallelism and number of expert ranks.
+
+    Layouts without recomputation come before those with. Layouts of which no plan fits are left out. If no layout is
+    plain, the first ones are returned.
+
+    Args:
+        every: all layouts.
+        likely: likely seconds of a layout's best plan, infinite if none fits.
+    """
+    best: dict[Any, tuple[tuple[bool, float], ModelLayout]] = {}
     for layout in filter(is_plain, every):
         kind = layout.tensor.mode, layout.tensor.size, layout.expert
         rank = layout.activation_checkpoint.type != "none", likely(layout)
-        if rank[1] < float("inf") and (kind not in found or rank < found[kind][0]):
-            found[kind] = rank, layout
-    return [layout for _, layout in found.values()] or [*every[:_FEW]]
+        if rank[1] < float("inf") and (kind not in best or rank < best[kind][0]):
+            best[kind] = rank, layout
+    return [layout for _, layout in best.values()] or [*every[:_FEW]]
 
 
 def recomputed(layout: ModelLayout, every: Sequence[ModelLayout]) -> list[ModelLayout]:
-    """The same layout with full checkpointing."""
+    """Return the same layout with full checkpointing, if there is one."""
     return [
         other
         for other in every
@@ -53,8 +59,10 @@ def recomputed(layout: ModelLayout, every: Sequence[ModelLayout]) -> list[ModelL
 
 
 def neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:
-    """The layouts that differ in one thing: twice or half the ranks that share a sequence or experts, another mode or
-    size of tensor parallelism, what is computed again."""
+    """Yield the layouts that differ in one of tensor mode and size, sequence, expert ranks and checkpointing.
+
+    Sizes differ at most by a factor of two.
+    """
     for other in every:
         changed = [
             other.tensor != layout.tensor,
@@ -72,14 +80,14 @@ def _is_near(one: ModelLayout, other: ModelLayout) -> bool:
 
 
 def representatives(config: Config, devices: int, layout: ModelLayout) -> list[Config]:
-    """A plan of each size of pipeline, as far as sizes divide: with as small microbatches as can be, and ZeRO 1."""
+    """Return a plan of a layout for each pipeline size that divides, with the smallest microbatches, and ZeRO 1."""
     parallel, train, tensor = config.parallel, config.train, layout.tensor
     ways = 1
     if tensor.size > 1:
         mode = TENSOR_MODES.get(tensor.mode)
         ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
-    of_train = train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
-    found = []
+    train_section = train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
+    configs = []
     most = getattr(model_options(config), "num_blocks", devices)
     for stages in divisors(devices // layout.ranks):
         if stages > most:
@@ -95,5 +103,5 @@ def representatives(config: Config, devices: int, layout: ModelLayout) -> list[C
         schedule = type(config.schedule)(microbatches=count)
         plan = parallel.model_copy(update={**update, "zero": zero})
         if experts_fit(data, layout.sequence.size, layout.expert):
-            found.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": of_train}))
-    return found
+            configs.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": train_section}))
+    return configs

@@ -1,7 +1,7 @@
-"""A model under one layout, block by block: what a microbatch computes, sends and keeps on a rank.
+"""A model under one layout, block by block: what a microbatch computes, sends and saves on a rank.
 
-A layout is what tensor, sequence and expert parallelism, activation checkpointing and the samples of a microbatch
-decide. How many replicas and pipeline stages there are changes nothing of it: plans are put together from its blocks.
+Tensor, sequence and expert parallelism, activation checkpointing and the samples of a microbatch make a layout. The
+numbers of replicas and pipeline stages do not change its profile, so that plans are composed of its blocks.
 """
 
 from __future__ import annotations
@@ -51,20 +51,19 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 def profile_layout(
     config: Config, *, split_backward: bool = False, other: LayoutProfile | None = None
 ) -> LayoutProfile:
-    """Run a microbatch of a config through its model, on fake tensors.
+    """Run a microbatch of a config through its model, on fake tensors, and return the profile.
 
     Args:
-        config: resolved, with the layout's sizes; one pipeline rank, one microbatch.
-        split_backward: whether dgrad and wgrad are told apart.
-        other: another layout of the same model and data, of which what does not depend on the layout is taken.
+        config: the resolved config with the layout's sizes, one pipeline rank and one microbatch.
+        split_backward: whether dgrad and wgrad are recorded apart.
+        other: profile of another layout of the same model and data; facts that do not depend on the layout are copied.
 
     Raises:
-        ConfigError: for a config without a model or data, and for what cannot be built or read, or has sizes that
-            depend on a batch's values.
+        ConfigError: the config has no model or data, they cannot be built or read, or sizes depend on a batch's values.
     """
     if config.model is None or config.data is None:
         missing = "model" if config.model is None else "data"
-        raise ConfigError(f"{missing}: the config has none, and what a plan costs depends on it", config.source)
+        raise ConfigError(f"{missing}: the config has none, and the cost of a plan depends on it", config.source)
     try:
         with fake_rank(config) as context:
             return _profile(config, context, split_backward, other)
@@ -74,27 +73,27 @@ def profile_layout(
         raise ConfigError(str(error), config.source) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"what {name_of(config.model.type)} costs cannot be predicted: sizes of its tensors depend on the values "
+            f"the cost of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the values "
             f"of a batch ({error})",
             config.source,
         ) from error
-    except Exception as error:  # of a model's own code
+    except Exception as error:  # raised by the model's own code
         add_place(error)
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         raise ConfigError(f"{name_of(config.model.type)} raises {words}", config.source) from error
 
 
 def sample_of(config: Config) -> Any:
-    """A batch of one sample, whose numbers count for nothing."""
+    """Return a batch of one sample of the config's data; only its shapes and dtypes count."""
     train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
-    one = config.model_copy(update={"train": train})
-    batch = next(iter(loaders_of(one, config.data, data_rank=0, data_size=1, device="cpu").train))
-    read = batch_size_of(batch)
-    return map_batch(lambda x: x[:1] if x.dim() and len(x) == read else x, batch)
+    one_sample = config.model_copy(update={"train": train})
+    batch = next(iter(loaders_of(one_sample, config.data, data_rank=0, data_size=1, device="cpu").train))
+    size = batch_size_of(batch)
+    return map_batch(lambda x: x[:1] if x.dim() and len(x) == size else x, batch)
 
 
 def repeated(sample: Any, size: int) -> Any:
-    """A batch of so many equal samples."""
+    """Return a batch of ``size`` copies of a sample."""
     return map_batch(lambda x: x.expand(size, *x.shape[1:]) if x.dim() and len(x) == 1 else x, sample)
 
 
@@ -126,26 +125,28 @@ def _profile(
         profiles = run.of(runs)
         _share_gradient_axes(model, runs, blocks)
         facts = facts_of(model, context, blocks if chained else None, groups[0])
-    each: list[BlockProfile] = []
-    for of_run, these in zip(runs, profiles, strict=True):
-        each += [*these, *[these[-1]] * len(of_run.left_out)]
+    all_blocks: list[BlockProfile] = []
+    for block_run, run_profiles in zip(runs, profiles, strict=True):
+        all_blocks += [*run_profiles, *[run_profiles[-1]] * len(block_run.left_out)]
     if more:
         facts = with_more_layers(facts, more)
-        each[-1:-1] = [each[-2]] * more
+        all_blocks[-1:-1] = [all_blocks[-2]] * more
     optimizer = OptimizerMemory(config, groups[0]) if other is None else other.optimizer
-    return LayoutProfile(each, facts, optimizer, counted_of(sample), sample)
+    return LayoutProfile(all_blocks, facts, optimizer, counted_of(sample), sample)
 
 
 def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
-    """The parameters and buffers of blocks that are not run."""
+    """Return the names of parameters and buffers that only blocks that do not run use."""
     left_out = [block for run in runs for block in run.left_out]
     shown = [block for block in blocks if not any(block is other for other in left_out)]
-    unused, used = ({name for each in of for name in (*each.parameters, *each.buffers)} for of in (left_out, shown))
+    unused, used = (
+        {name for block in group for name in (*block.parameters, *block.buffers)} for group in (left_out, shown)
+    )
     return unused - used
 
 
 def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> None:
-    """What layers note of gradients in their first forward, those of blocks that are not run have of their like."""
+    """Copy the gradient axes, which layers record in their first forward, to equal blocks that do not run."""
     params, stop = dict(model.named_parameters(remove_duplicate=False)), 0
     for run in runs if blocks else ():
         like, stop = blocks[stop + len(run.shown) - 1], stop + len(run.shown) + len(run.left_out)
@@ -157,36 +158,38 @@ def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Seq
 
 
 def counted_of(batch: Any) -> int:
-    """What the loss counts of a sample, as far as a batch shows it: its labels, or its one tensor."""
+    """Return the number that the loss counts for a sample: the integer labels in the batch, or 1.
+
+    The labels are the entry ``labels`` or else the last tensor.
+    """
     labels = batch["labels"] if isinstance(batch, dict) and "labels" in batch else None
     if labels is None:
-        found = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-        labels = found[-1]
+        labels = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()][-1]
     return 1 if labels.is_floating_point() else labels[0].numel()
 
 
 @dataclass
 class _Begun:
-    """A block whose forward has run."""
+    """The profile of a block in the making: its forward has run."""
 
     forward: Trace
-    kept: int
+    saved: int
     forward_peak: int
     passed: int
     passed_back: int
-    #: bytes that are live at the end of its forward
+    #: bytes that are alive at the end of its forward
     live: int
     backward: Trace = field(default_factory=Trace)
     backward_peak: int = 0
-    #: of the deferred weight gradients, the number that there are at the end of its backward
+    #: number of all deferred weight gradients at the end of its backward
     tasks: int = 0
-    #: bytes that these hold, and that they need on top at most
+    #: bytes that its own deferred weight gradients hold, and the most that they need on top
     deferred: int = 0
     wgrad_peak: int = 0
 
 
 class _MicrobatchRun:
-    """Forward and backward of one microbatch, the ends of blocks seen by hooks on what they pass on."""
+    """Forward and backward of one microbatch. Hooks on the outputs of blocks tell where a block's backward ends."""
 
     def __init__(
         self,
@@ -198,8 +201,8 @@ class _MicrobatchRun:
         split_backward: bool,
     ) -> None:
         self._inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-        given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
-        self._batch = self._inputs.split(given, 1)
+        fake_batch = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+        self._batch = self._inputs.split(fake_batch, 1)
         self._first = ForwardCall(model, is_partitioned=is_chain(model) and not has_hooks(model))
         self._loss_fn, self._context, self._fake, self._split = loss_of(model, None), context, fake, split_backward
         self._parallel = model_parallel_of(context)
@@ -208,7 +211,7 @@ class _MicrobatchRun:
         context.rng.move_to(0, 0)
 
     def of(self, runs: Sequence[BlockRun]) -> list[list[BlockProfile]]:
-        """The profiles of the blocks of each run that are shown."""
+        """Run the microbatch, and return the profiles of the executed blocks of each run."""
         fake = self._fake
         self._begun: list[_Begun] = []
         deferral = self._parallel.weights.deferral
@@ -218,14 +221,14 @@ class _MicrobatchRun:
             fake.mark()
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
             with tasks as self._tasks:
-                torch.autograd.backward([get_gradient_edge(loss)])  # given a tensor it would turn off the mode
-            self._ended(0)
+                torch.autograd.backward([get_gradient_edge(loss)])  # a tensor instead would turn off the mode
+            self._end_backward(0)
             wgrads = self._wgrads()
-            self._tasks = []  # which hold the graph whose hooks hold this object
+            self._tasks = []  # they refer to the graph, and its hooks to this object
         profiles = iter([
             BlockProfile(
-                b.forward, b.backward, wgrad, b.deferred if self._split else None, b.wgrad_peak, b.kept, b.forward_peak,
-                b.backward_peak, b.passed, b.passed_back,
+                b.forward, b.backward, wgrad, b.deferred if self._split else None, b.wgrad_peak, b.saved,
+                b.forward_peak, b.backward_peak, b.passed, b.passed_back,
             )
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
@@ -233,7 +236,7 @@ class _MicrobatchRun:
 
     @contextmanager
     def _in_a_step(self) -> Iterator[None]:
-        """As the last microbatch of a step: what moves weights and their gradients once in a step, does."""
+        """Run the microbatch as the last of its step: weights are gathered and gradients reduced, once per step."""
         weights, recorder = self._parallel.weights, self._recorder
         if weights.scope != "step":
             yield
@@ -266,42 +269,42 @@ class _MicrobatchRun:
                 if number + 1 < len(calls):
                     passed, back = self._pass_on(number, value)
                 else:
-                    of_batch, _ = self._inputs.for_loss(value, own, self._batch.microbatches[0])
-                    value = self._loss_fn(value, of_batch)[0]
-                kept, peak = fake.live - live, fake.peak - live
+                    labels, _ = self._inputs.for_loss(value, own, self._batch.microbatches[0])
+                    value = self._loss_fn(value, labels)[0]
+                saved, peak = fake.live - live, fake.peak - live
                 live = fake.mark()
-                self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, back, live))
+                self._begun.append(_Begun(self._recorder.take(), saved, peak, passed, back, live))
         return value
 
     def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
-        """The bytes of what a block passes on, and of those that get a gradient; a hook tells when they have it."""
+        """Return the bytes of a block's output, and of its gradient; a hook on the output ends the next backward."""
         spec, tensors = flatten_value(value, self._parallel, f"block {number}")
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in leaves[:1]:
-                leaf.register_hook(lambda gradient: self._ended(number + 1))
+                leaf.register_hook(lambda gradient: self._end_backward(number + 1))
         back = sum(x.shape.numel() * x.dtype.itemsize for x in spec.differentiable)
         return sum(tensor.nbytes for tensor in tensors), back
 
-    def _ended(self, number: int) -> None:
-        """The backward of a block, and of those behind it that have not been seen to end, is over."""
+    def _end_backward(self, number: int) -> None:
+        """Record the backward of a block, and of blocks after it whose end no hook has seen."""
         block = self._begun[number]
         block.backward, block.tasks = self._recorder.take(), len(self._tasks)
         deferred = sum(behind.deferred for behind in self._begun[number + 1 :])
         block.backward_peak = max(0, self._fake.peak - block.live - deferred)
         if self._split:
-            block.deferred = max(0, self._fake.live - (block.live - block.kept) - deferred)
+            block.deferred = max(0, self._fake.live - (block.live - block.saved) - deferred)
         self._fake.mark()
 
     def _wgrads(self) -> list[Trace | None]:
         if not self._split:
             return [None] * len(self._begun)
-        found: list[Trace | None] = []
+        traces: list[Trace | None] = []
         self._recorder.take()
         with torch.no_grad():
             for block, behind in zip(self._begun, [*self._begun[1:], None], strict=True):
                 before = self._fake.mark()
                 self._parallel.weights.deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
                 block.wgrad_peak = self._fake.peak - before
-                found.append(self._recorder.take())
-        return found
+                traces.append(self._recorder.take())
+        return traces

@@ -1,8 +1,8 @@
-"""What a plan takes at least, before its layout is profiled: seconds of a step, and memory. No torch.
+"""Lower bounds of a plan's step time and memory, from formulas, before its layout is profiled. No torch.
 
-Only what is certain counts: the products of transformer blocks at the best rate of the device, what tensor parallelism
-moves, the wait at the ends of a pipeline; weights, gradients and Adam's state, and the inputs of products. Whatever may
-run beside something else does. Of a model whose sizes are not known both bounds are 0.
+Only certain costs count: the products of transformer blocks at the best rate of the device, the collectives of tensor
+parallelism, and the wait at the ends of a pipeline; weights, gradients and Adam's state, and the inputs of products.
+Whatever can overlap does. Both bounds are 0 for a model whose sizes its options do not tell.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from colossus.tensor_parallel.attention_heads import are_replicated
 from colossus.tensor_parallel.mode import AxisSizes
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-#: optimizers with two numbers for each parameter
+#: optimizers with two states for each parameter
 _TWO_STATES = ("Adam", "AdamW", "NAdam", "RAdam")
-#: a move over n ranks leaves a rank n to this power times as many elements
+#: a move over n ranks multiplies a rank's elements by n to this power
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a transformer, torch-free.
+    """The sizes of a transformer, in elements of weights.
 
     Attributes:
-        linears: of a block with an MLP: in features, outputs by name, "column" or "row".
-        dense: layers with an MLP; the others have experts.
-        attention: elements of the weights of an attention.
-        mlp: of an MLP.
-        experts: of all experts of a layer.
-        head: of the output layer, 0 of a model without one over a vocabulary.
-        embedding: of a table that is not that of the head.
+        options: the model's options.
+        linears: linears of a block with an MLP: "column" or "row", in features, out features by name.
+        dense: number of layers with an MLP; the others have experts.
+        attention: weights of an attention.
+        mlp: weights of an MLP.
+        experts: weights of all experts of a layer.
+        head: weights of the output layer over the vocabulary, 0 without one.
+        embedding: weights of the token embedding, 0 if it is tied to the head.
     """
 
     options: TransformerOptions
@@ -61,7 +62,7 @@ class Sizes:
 
     @classmethod
     def of(cls, options: Any) -> Sizes | None:
-        """None of a model whose sizes are not known here."""
+        """Return the sizes of a model by its options, None for a model that this does not know."""
         if not isinstance(options, TransformerOptions) or not getattr(options, "generates", True):
             return None
         o, experts = options, getattr(options, "experts", None)
@@ -86,20 +87,20 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Of a sample."""
+        """Return the tokens of a sample."""
         o: Any = self.options
         return o.seq_len if isinstance(o, DecoderOptions) else o.num_tokens
 
     @property
     def active(self) -> float:
-        """Elements of the weights of blocks that a token is multiplied by; of experts that drop tokens, none."""
+        """Return the weights of blocks that a token is multiplied by. Experts that may drop tokens count as none."""
         o, experts = self.options, getattr(self.options, "experts", None)
         chosen = 0.0 if experts is None or experts.capacity is not None else self.experts * experts.top_k / experts.num
         return o.num_layers * self.attention + self.dense * self.mlp + (o.num_layers - self.dense) * chosen
 
     @property
-    def again(self) -> float:
-        """Of `active`, what full checkpointing multiplies again: all but the last product of each block."""
+    def recomputed(self) -> float:
+        """Return the part of `active` that full checkpointing computes again: all but each block's last product."""
         o, dense = self.options, self.dense
         last = o.hidden_size * o.ffn_hidden_size
         experts = self.active - o.num_layers * self.attention - dense * self.mlp
@@ -107,17 +108,18 @@ class Sizes:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Elements of all weights of blocks and head but experts, and of experts."""
+        """Return the weights of blocks and head without experts, and the weights of experts."""
         layers = self.options.num_layers
         return layers * self.attention + self.dense * self.mlp + self.head, (layers - self.dense) * self.experts
 
 
 class LowerBounds:
-    """Of the plans of one model on one kind of device.
+    """Lower bounds for the plans of one model on one kind of device.
 
     Args:
-        config: whose plan counts for nothing.
-        hosts: over which the devices are spread.
+        config: the user's config; its own plan is ignored.
+        hardware: speed of devices and links.
+        hosts: hosts over which the devices are spread evenly.
     """
 
     def __init__(self, config: Config, hardware: Hardware, *, hosts: int = 1) -> None:
@@ -126,21 +128,21 @@ class LowerBounds:
         self._moved: dict[Any, float] = {}
 
     def seconds(self, config: Config) -> float:
-        """Of a step of a resolved config; never more than the estimate says."""
+        """Return a lower bound of the seconds of a resolved config's step; the estimate is never less."""
         if self.sizes is None:
             return 0.0
         moved, layers = self._moving(config), self.sizes.options.num_layers
         return max(self._computing(config), moved * layers / config.parallel.pipeline.size)
 
     def likely(self, config: Config) -> float:
-        """As if nothing of what `seconds` counts ran beside something else: by this layouts are put in order."""
+        """Return the likely seconds of a step, by which layouts are ordered: the costs of `seconds` without overlap."""
         if self.sizes is None:
             return 0.0
         layers = self.sizes.options.num_layers / config.parallel.pipeline.size
         return self._computing(config) + (self._moving(config) + self._passing(config)) * layers
 
     def _passing(self, config: Config) -> float:
-        """What sequence parallelism moves for the attention of a layer in a step, in forward and backward."""
+        """Return the seconds of sequence parallelism's collectives for the attention of a layer in a step."""
         assert self.sizes is not None
         parallel, count = config.parallel, config.schedule.microbatches
         ranks, options, ulysses = parallel.sequence.size, self.sizes.options, parallel.sequence.mode == "ulysses"
@@ -148,13 +150,13 @@ class LowerBounds:
             return 0.0
         samples = config.train.global_batch_size / (parallel.data or 1)
         heads = options.num_kv_heads + (options.num_heads if ulysses else 0)
-        held = samples / count * self.sizes.tokens / ranks * 2 * heads * options.head_dim / parallel.tensor.size
-        operation, times = ("all_to_all", 2) if ulysses else ("all_gather", 3)  # round a ring: backward passes twice
+        elements = samples / count * self.sizes.tokens / ranks * 2 * heads * options.head_dim / parallel.tensor.size
+        operation, times = ("all_to_all", 2) if ulysses else ("all_gather", 3)  # a ring's backward passes twice as much
         width, placement = WIDTHS[config.train.precision.compute], Placement(build_grid(parallel), self._hosts)
-        return times * count * placement.seconds(self._hardware, operation, "sequence", held * width)
+        return times * count * placement.seconds(self._hardware, operation, "sequence", elements * width)
 
     def memory(self, config: Config) -> float:
-        """Bytes of the fullest rank of a resolved config; never more than the estimate says."""
+        """Return a lower bound of the bytes of the fullest rank of a resolved config; the estimate is never less."""
         if self.sizes is None:
             return 0.0
         stored, gradients = _stored(self.sizes, config)
@@ -165,39 +167,41 @@ class LowerBounds:
 
     @cached_property
     def _rate(self) -> float:
-        """The most operations per second of products."""
+        """Return the highest FLOP/s of products of any size."""
         dtype = self._config.train.precision.compute
-        found = []
-        for a, b in itertools.combinations_with_replacement([2**power for power in range(4, 15)], 2):
-            found.append(2 * a * b * b / self._hardware.matmul_seconds(a, b, b, dtype))
-        return max(found)
+        sizes = [2**power for power in range(4, 15)]
+        return max(
+            2 * a * b * b / self._hardware.matmul_seconds(a, b, b, dtype)
+            for a, b in itertools.combinations_with_replacement(sizes, 2)
+        )
 
     def _computing(self, config: Config) -> float:
-        """Of the products of all microbatches, and of a pipeline that waits at its ends.
+        """Return the least seconds of all products of a step, with the wait at the ends of the pipeline.
 
-        A stage s of 1F1B begins after the forward of the stages before it, whose backwards follow its own: with t_s
-        for both of a microbatch, a step takes at least t_0 + .. + t_(s-1) + m t_s. Of all ways to share T = t_0 + ..
-        + t_(p-1) the one whose largest such sum M is smallest has all of them equal: t_s = M / m (1 - 1/m)^s, so that
-        M = T / (1 - (1 - 1/m)^p). In any schedule one microbatch goes through all stages.
+        Under 1F1B stage s starts after the forwards of the stages before it, and their backwards follow its own. If t_s
+        is the time of a microbatch on stage s, a step takes at least t_0 + .. + t_(s-1) + m t_s, for each s. The total
+        T = t_0 + .. + t_(p-1) can be split over the stages in many ways. The largest of these sums is smallest, say M,
+        if all are equal: then t_s = M / m (1 - 1/m)^s, and M = T / (1 - (1 - 1/m)^p). Under any schedule one microbatch
+        goes through all stages.
         """
         assert self.sizes is not None
         parallel, count, stages = config.parallel, config.schedule.microbatches, config.parallel.pipeline.size
         samples = config.train.global_batch_size / (parallel.data or 1) / count
         tokens = samples * self.sizes.tokens / (parallel.tensor.size * parallel.sequence.size)
-        again = config.train.activation_checkpoint
+        checkpointing = config.train.activation_checkpoint
         products = (self.sizes.active + self.sizes.head) * (1 if config.optimizer.groups else 3)  # some may be frozen
-        if again.type == "full" and again.modules is None:
+        if checkpointing.type == "full" and checkpointing.modules is None:
             layers = self.sizes.options.num_layers
-            products += self.sizes.again * (layers // again.every) / layers
-        each = 2 * tokens * products / self._rate
+            products += self.sizes.recomputed * (layers // checkpointing.every) / layers
+        microbatch = 2 * tokens * products / self._rate
         if stages == 1:
-            return each * count
+            return microbatch * count
         if config.schedule.type == "1f1b":
-            return each / (1 - (1 - 1 / count) ** stages)
-        return each * max(count / stages, 2 / 3)  # the gradients of weights may follow
+            return microbatch / (1 - (1 - 1 / count) ** stages)
+        return microbatch * max(count / stages, 2 / 3)  # wgrads, a third of it, may fill the wait
 
     def _moving(self, config: Config) -> float:
-        """What tensor parallelism moves for a layer in a step, of the axes that take longest."""
+        """Return the seconds of tensor parallelism's collectives for a layer in a step, along the slowest axes."""
         parallel, tensor = config.parallel, config.parallel.tensor
         if tensor.size == 1:
             return 0.0
@@ -210,7 +214,7 @@ class LowerBounds:
         return self._moved[key] * count
 
     def _moved_by_microbatch(self, config: Config, samples: int, placement: Placement) -> float:
-        """Seconds of a layer with an MLP, of the axes that take longest."""
+        """Return the same for a microbatch of these samples. If some layers have experts, only attention counts."""
         assert self.sizes is not None
         tensor, count = config.parallel.tensor, config.schedule.microbatches
         shardings = shardings_of(tensor)
@@ -234,13 +238,14 @@ class LowerBounds:
                 (chosen.y.at(2), target.at(2), rows * outside, 1.0, False),
             ]
             for before, after, elements, times, is_again in routes:
-                for axes, operation, held in _collectives(before, after, elements, shardings.sizes, again=is_again):
-                    by_axes[axes] += times * placement.seconds(self._hardware, operation, axes, held * width)
+                moved = _collectives(before, after, elements, shardings.sizes, again=is_again)
+                for axes, operation, inputs in moved:
+                    by_axes[axes] += times * placement.seconds(self._hardware, operation, axes, inputs * width)
         return max(by_axes.values(), default=0.0)
 
 
 def least_seconds(config: Config) -> Callable[[Config], float]:
-    """What orders plans of a config where no device is named: seconds of a step on H100s at least, to three digits."""
+    """Return a key that orders plans if no device is named: the least seconds of a step on H100s, to three digits."""
     hardware = FromDataSheet("h100")
 
     def of_plan(plan: Config) -> float:
@@ -253,17 +258,23 @@ def least_seconds(config: Config) -> Callable[[Config], float]:
 def _collectives(
     source: Layout, target: Layout, elements: int, sizes: AxisSizes, *, again: bool
 ) -> Iterator[tuple[tuple[str, ...], str, float]]:
-    """Axes, operation and elements held of what takes a tensor to another layout, and its gradient back.
+    """Yield the collectives that move a tensor to another layout, and its gradient back.
 
     Args:
-        again: what is done in forward is done again in backward.
+        source, target: the layouts.
+        elements: elements of the whole tensor.
+        sizes: ranks along each axis.
+        again: whether backward repeats the collectives of forward.
+
+    Yields:
+        Axes, operation, and elements of a rank's input.
     """
     local = elements / math.prod(source.num_shards(sizes))
     for move in moves(source, target):
         after = local * float(math.prod(sizes[axis] for axis in move.axes)) ** _GROWTH.get(move.forward, 0)
-        for operation, held in ((move.forward, local), (move.backward, after), *([(move.forward, local)] * again)):
+        for operation, inputs in ((move.forward, local), (move.backward, after), *([(move.forward, local)] * again)):
             if operation in COLLECTIVES:
-                yield move.axes, COLLECTIVES[operation], held
+                yield move.axes, COLLECTIVES[operation], inputs
         local = after
 
 
@@ -271,7 +282,7 @@ def _collectives(
 
 
 def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
-    """Weights and the state of the optimizer, and gradients, of a mean rank of the pipeline."""
+    """Return the bytes of weights and optimizer state, and of gradients, on a mean pipeline rank."""
     parallel, precision, zero = config.parallel, config.train.precision, config.parallel.zero
     dense, experts = sizes.stored
     elements: float = dense + experts / parallel.expert.size
@@ -291,15 +302,14 @@ def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
 
 
 def _activations(sizes: Sizes, config: Config) -> float:
-    """What blocks keep of one microbatch, on a mean rank of the pipeline; those of the only microbatch go as gradients
-    come."""
-    parallel, again = config.parallel, config.train.activation_checkpoint
-    if again.modules is not None or sizes.options.activation_checkpoint != "none":
+    """Return the least bytes that blocks save of one microbatch for backward, on a mean pipeline rank."""
+    parallel, checkpointing = config.parallel, config.train.activation_checkpoint
+    if checkpointing.modules is not None or sizes.options.activation_checkpoint != "none":
         return 0.0
     o = sizes.options
     samples = config.train.global_batch_size / (parallel.data or 1) / config.schedule.microbatches
     tokens = samples * sizes.tokens / (parallel.sequence.size * parallel.tensor.size * parallel.pipeline.size)
-    kept = o.num_layers * o.hidden_size  # the inputs of blocks
-    if again.type != "full":  # of its products: the inputs, or by selective checkpointing the outputs
-        kept += o.num_layers * o.num_heads * o.head_dim + sizes.dense * o.ffn_hidden_size
-    return kept * tokens * WIDTHS[config.train.precision.compute]
+    features = o.num_layers * o.hidden_size  # the inputs of blocks
+    if checkpointing.type != "full":  # inputs of products, or with selective checkpointing their outputs
+        features += o.num_layers * o.num_heads * o.head_dim + sizes.dense * o.ffn_hidden_size
+    return features * tokens * WIDTHS[config.train.precision.compute]

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and what its step needs on top: found out by steps of fake tensors."""
+"""The memory of an optimizer: its state, and what its step needs on top, measured by steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.sharded_units import StoredParameter
 from colossus.registry import TORCH_OPTIMIZERS
 
-#: elements of the parameters of which it is seen what each costs
+#: sizes of two parameters, from whose memory the bytes of a parameter and of an element follow
 _FEW, _MORE = 1 << 10, 1 << 12
 
 
 @dataclass(frozen=True)
 class _ByElement:
-    """Bytes of an optimizer that computes each element from this element alone: so many for each parameter and each of
-    its elements.
+    """Bytes of an optimizer that works elementwise: a number for each parameter, and one for each element.
 
     Attributes:
-        state, update: (for each parameter, for each element), of its state, and of a step beyond it.
-        is_at_once: whether a step needs what it needs for all parameters at the same time.
+        state: (for a parameter, for an element) bytes of the state.
+        update: the same for the bytes that a step needs beyond the state.
+        is_at_once: whether a step needs these bytes for all parameters at the same time.
     """
 
     state: tuple[float, float]
@@ -50,7 +50,7 @@ class _ByElement:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Bytes of the state and of a step beyond it, and what was sent in it."""
+    """Bytes of the state, bytes that a step needs beyond it, and the collectives of the step."""
 
     state: int
     update: int
@@ -58,35 +58,37 @@ class _Step:
 
 
 class OptimizerMemory:
-    """Of the optimizer of a config, under any plan.
+    """The memory and the collectives of a config's optimizer, under any plan.
 
     Args:
-        groups: of its parameters, where the config has rules for them.
+        config: the config.
+        groups: groups of its parameters, if the config has rules for them.
     """
 
     def __init__(self, config: Config, groups: ParameterGroups | None) -> None:
         self._section, self._groups = config.optimizer, groups
         self._is_by_element = not self._section.whole and self._section.type in TORCH_OPTIMIZERS
-        #: (group, dtype) -> bytes
+        #: bytes by (group, dtype)
         self._by_element: dict[tuple[int, str], _ByElement] = {}
-        #: of optimizers of whole parameters: of one parameter on one rank, and of all of a rank of a plan
+        #: steps of an optimizer of whole parameters: for one parameter on one rank, and for all parameters of a rank
         self._alone: dict[tuple[ParameterKind, str], _Step] = {}
-        self._known: dict[object, _Step] = {}
+        self._steps: dict[object, _Step] = {}
 
     def bytes(
         self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter], *, exact: bool = True
     ) -> tuple[int, int]:
-        """Of one rank of a plan: the state, and what a step needs beyond it.
+        """Return the bytes of the state on one rank of a plan, and those that a step needs beyond it.
 
         Args:
-            config: of the plan.
-            stored: what the rank trains, in the order of the model.
-            exact: whether an optimizer that looks at whole parameters (Muon, LAMB, ..) makes a step as the first rank
-                of the plan, which takes up to seconds; else each of its parameters makes one alone, once for all
-                plans: as much state, but for what is whole on a rank (moments of Adafactor), and less for the step.
+            config: the config of the plan.
+            axes: axes of the plan.
+            stored: trained parameters of the rank, in the order of the model.
+            exact: whether an optimizer of whole parameters (Muon, LAMB, ..) runs a step as the first rank of the plan,
+                which can take seconds. Otherwise each parameter runs a step alone, once for all plans. That predicts
+                the same state, except for parts that are whole on a rank (moments of Adafactor), and a smaller step.
 
         Raises:
-            ValueError: for an optimizer of whole parameters, if exact, in a process that has joined others.
+            ValueError: an optimizer of whole parameters is to be exact, and torch.distributed is initialized.
         """
         if not stored:
             return 0, 0
@@ -98,34 +100,35 @@ class OptimizerMemory:
         return step.state, step.update
 
     def collectives(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> tuple[Collective, ...]:
-        """What a step of an optimizer that looks at whole parameters starts on the first rank of a plan. Others may
-        send more or less: they own other parameters.
+        """Return the collectives of an optimizer of whole parameters on the first rank of a plan.
+
+        Other ranks own other parameters, and may send more or less.
 
         Raises:
-            ValueError: in a process that has joined others.
+            ValueError: torch.distributed is initialized.
         """
         if not stored or self._is_by_element:
             return ()
-        found: list[Collective] = []
+        collectives: list[Collective] = []
         for (operation, name, dtype), tally in self._step_all(config, axes, stored).moved.entries.items():
             over = tuple(axis for axis in axes.grid.names if axis in name.split("x"))
             ranks = axes.size(over)
-            held = tally.bytes / tally.calls / sent(operation.partition(" ")[0], ranks, 1.0)
-            found += [Collective(operation, name, ranks, held, dtype_name(dtype), over)] * tally.calls
-        return tuple(found)
+            nbytes = tally.bytes / tally.calls / sent(operation.partition(" ")[0], ranks, 1.0)
+            collectives += [Collective(operation, name, ranks, nbytes, dtype_name(dtype), over)] * tally.calls
+        return tuple(collectives)
 
     # -- each element by itself ---------------------------------------------------------------------------
 
     def _sum(self, config: Config, stored: Sequence[StoredParameter]) -> tuple[int, int]:
-        """Over parameters of the same cost together."""
+        """Sum the bytes of an elementwise optimizer over the parameters of a rank."""
         numbers: dict[tuple[int, str], list[int]] = {}
-        for one in stored:
-            numbers.setdefault((one.facts.kind.group, one.dtype), []).append(one.elements)
+        for param in stored:
+            numbers.setdefault((param.facts.kind.group, param.dtype), []).append(param.elements)
         state = update = 0.0
         for (group, dtype), elements in numbers.items():
             key = group, dtype
             if key not in self._by_element:
-                name = next(one.facts.name for one in stored if (one.facts.kind.group, one.dtype) == key)
+                name = next(param.facts.name for param in stored if (param.facts.kind.group, param.dtype) == key)
                 self._by_element[key] = self._measure(config, name, dtype)
             cost = self._by_element[key]
             state += cost.state[0] * len(elements) + cost.state[1] * sum(elements)
@@ -143,53 +146,53 @@ class OptimizerMemory:
         return _ByElement(state, update, is_at_once=both[1] == 2 * few[1])
 
     def _step(self, config: Config, name: str, dtype: str, sizes: Sequence[int]) -> tuple[int, int]:
-        """Bytes of the state of parameters of these sizes, and of a step beyond it."""
+        """Return the bytes of the state for parameters of these sizes, and those that a step needs beyond it."""
         with counted_fake_tensors() as fake:
             named = [(name, _parameter((size,), dtype)) for size in sizes]
             before = fake.mark()
             optimizer: Any = make_optimizer(None, config, named, None, self._groups)  # type: ignore[arg-type]
             optimizer.step()
-            kept = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
-            state = sum(x.untyped_storage().nbytes() for x in kept)
+            tensors = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
+            state = sum(x.untyped_storage().nbytes() for x in tensors)
             return state, fake.peak - before - state
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
     def _step_all(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> _Step:
-        """Of the first rank of a plan."""
-        key = (*axes.grid.sizes.items(), *((one.facts.kind, one.dtype, one.rows) for one in stored))
-        if key not in self._known:
+        """Run a step for all parameters of the first rank of a plan."""
+        key = (*axes.grid.sizes.items(), *((param.facts.kind, param.dtype, param.rows) for param in stored))
+        if key not in self._steps:
             params = []
-            for one in stored:
-                spec = StoredSpec(one.facts.spec, one.rows, axes.grid.sizes) if one.rows else one.facts.spec
-                params.append((spec, one.shape, one.dtype, one.facts.kind.is_table))
+            for param in stored:
+                spec = StoredSpec(param.facts.spec, param.rows, axes.grid.sizes) if param.rows else param.facts.spec
+                params.append((spec, param.shape, param.dtype, param.facts.kind.is_table))
             with fake_rank(config) as context:
-                self._known[key] = self._step_of(config, context, axes.summed, params)
-        return self._known[key]
+                self._steps[key] = self._step_of(config, context, axes.summed, params)
+        return self._steps[key]
 
     def _sum_of_alone(self, config: Config, stored: Sequence[StoredParameter]) -> tuple[int, int]:
-        """State as large as the rows that are stored."""
+        """Sum the steps of single parameters; the state of each is scaled to the rows that the rank stores."""
         state, update = 0.0, 0
-        for one in stored:
-            kind = one.facts.kind
-            key = kind, one.dtype
+        for param in stored:
+            kind = param.facts.kind
+            key = kind, param.dtype
             if key not in self._alone:
-                self._alone[key] = self._step_alone(config, one)
+                self._alone[key] = self._step_alone(config, param)
             step = self._alone[key]
-            state, update = state + step.state * one.elements / kind.elements, max(update, step.update)
+            state, update = state + step.state * param.elements / kind.elements, max(update, step.update)
         return round(state), update
 
-    def _step_alone(self, config: Config, one: StoredParameter) -> _Step:
-        """Of what a rank has of a parameter for compute, as if that were the parameter."""
-        kind, given = one.facts.kind, one.facts.spec
+    def _step_alone(self, config: Config, param: StoredParameter) -> _Step:
+        """Run a step for one parameter: its part for compute on a rank, as if that were the whole parameter."""
+        kind, source = param.facts.kind, param.facts.spec
         shards = tuple(
             replace(shard, shape=(rows, *kind.shape[1:]) if kind.shape else ())
-            for shard, rows in zip(given.shards, kind.rows, strict=True)
+            for shard, rows in zip(source.shards, kind.rows, strict=True)
         )
-        spec = ParameterSpec(shards, Layout.whole(len(kind.shape)), given.description)
-        spec.name, spec.is_stack = given.name, given.is_stack
+        spec = ParameterSpec(shards, Layout.whole(len(kind.shape)), source.description)
+        spec.name, spec.is_stack = source.name, source.is_stack
         with ParallelContext(ONE_RANK) as context:
-            return self._step_of(config, context, (), [(spec, kind.shape, one.dtype, kind.is_table)])
+            return self._step_of(config, context, (), [(spec, kind.shape, param.dtype, kind.is_table)])
 
     def _step_of(
         self,
@@ -198,8 +201,14 @@ class OptimizerMemory:
         axes: Iterable[str],
         params: Sequence[tuple[ParameterSpec, tuple[int, ...], str, bool]],
     ) -> _Step:
-        """Of parameters with these specs, shapes and dtypes, some of them tables, whose gradients are summed over
-        ``axes``."""
+        """Run a step on fake tensors.
+
+        Args:
+            config: the config.
+            context: context of the rank.
+            axes: axes over which gradients are summed.
+            params: spec, shape and dtype of each parameter, and whether it is a table.
+        """
         with counted_fake_tensors() as fake:
             named, tables = [], set()
             for spec, shape, dtype, is_table in params:
@@ -209,18 +218,18 @@ class OptimizerMemory:
                     tables.add(id(param))
             holders = Holders(context, (axis for axis in axes if axis != "pipeline"), tables)
             before = fake.live
-            with _garbage_of_its_own(), count() as moved:
+            with _frozen_garbage(), count() as moved:
                 optimizer: Any = make_optimizer(None, config, named, holders, self._groups)
                 fake.mark()
                 optimizer.step()
                 peak = fake.peak
-                gc.collect()  # what an optimizer's loops have left
+                gc.collect()  # reference cycles of the optimizer
                 return _Step(fake.live - before, peak - fake.live, moved)
 
 
 @contextmanager
-def _garbage_of_its_own() -> Iterator[None]:
-    """Inside, what was there before is not looked at when garbage is collected, which takes most of a second."""
+def _frozen_garbage() -> Iterator[None]:
+    """Let the garbage collector skip all older objects inside the context: a pass over them takes most of a second."""
     gc.freeze()
     try:
         yield
@@ -229,7 +238,7 @@ def _garbage_of_its_own() -> Iterator[None]:
 
 
 def _parameter(shape: Sequence[int], dtype: str) -> nn.Parameter:
-    """With a gradient."""
+    """Return a parameter with a gradient."""
     param = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype)))
     param.grad = torch.empty_like(param)
     return param

@@ -1,5 +1,7 @@
-"""What is known of the parameters of a model under a layout, from which memory and traffic of any plan follow that has
-this layout: any data size, ZeRO stage, partition and schedule."""
+"""Facts of a model's parameters under a layout.
+
+Memory and traffic of any plan with this layout follow from them, for any data size, ZeRO stage, partition and schedule.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,30 @@ from colossus.rows.row_gradient import row_source
 from colossus.schedule.bounds import Split, stage_bounds
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
-#: the unit of what is gathered for a whole step
+#: number of the unit of parameters that belong to no block
 ROOT = -1
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What parameters of equal blocks have in common: all but their names and places.
+    """The facts that parameters of equal blocks share: all but their names and places.
+
+    Dtypes are names, such as "float32".
 
     Attributes:
-        shape: on a rank, before anything is cut for storage.
-        rows: of each logical parameter in it, in dim 0.
-        dtype: as the model has it. Dtypes are by name, "float32".
-        gradient: of its gradient, where it is stored whole.
-        sharded: dtypes where rows of it are stored: (computed, gradient, reduced, stored), see
+        shape: shape on a rank, before ZeRO cuts it for storage.
+        rows: rows on a rank of each logical parameter in it, in dim 0.
+        dtype: dtype in the model.
+        gradient: dtype of its gradient, if the parameter is stored whole.
+        sharded: dtypes if ZeRO stores rows of it: (computed, gradient, reduced, stored), see
             `colossus.data_parallel.zero.flat_rows.Dtypes`.
-        reduced: in which a whole gradient is summed over ranks.
-        gradient_axes: over which its gradient is a sum; `DATA` stands for those of data.
-        cut_axes: that cut it for compute.
+        reduced: dtype in which a whole gradient is summed over ranks.
+        gradient_axes: axes over which its gradient is summed; `DATA` stands for the data axes.
+        cut_axes: axes that shard it for compute.
         is_trainable: whether it gets a gradient.
-        has_rows: whether rows of it may be stored: it has a dim, and no owners of its own.
+        has_rows: whether ZeRO may cut it into rows: it has a dim, and no row owners of its own.
         is_table: whether its rows stand for tokens or classes (`colossus.engine.optimizers.holders_of`).
-        group: of the optimizer's groups, its number; 0 where there are none.
+        group: number of its optimizer group, 0 without groups.
     """
 
     shape: tuple[int, ...]
@@ -69,21 +73,20 @@ class ParameterKind:
 
     @cached_property
     def row(self) -> int:
-        """Elements of a row."""
+        """Return the elements of a row."""
         return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Of one parameter; a tied one is one.
+    """The facts of one parameter. A tied parameter is one.
 
     Attributes:
         name: its first full name.
-        kind: one object for all equal ones of a model.
-        blocks: of the chain, those that use it, ascending; of a model that is no chain, (0,).
-        units: numbers of the modules that hold it and are gathered as one (`ModelFacts.units`), `ROOT` for a place
-            outside of these.
-        spec: what it stands for.
+        kind: facts that it shares; one object for all equal parameters of a model.
+        blocks: blocks of the chain that use it, ascending; (0,) in a model that is no chain.
+        units: numbers of the units that have it (`ModelFacts.units`), with `ROOT` if a module outside of them does.
+        spec: its logical parameters and layout.
     """
 
     name: str
@@ -95,18 +98,19 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of a model under a layout.
+    """The facts of a model under a layout.
+
+    A unit is a module whose parameters ZeRO gathers together.
 
     Attributes:
-        parameters: in the order of the model.
-        blocks: names of those of the chain; one of a model that is no chain.
-        units: of each block of the chain the number of the module that it is, whose parameters ZeRO gathers together;
-            None where a block is no single module, and of a model that is no chain.
-        num_units: how many such modules there are, also in a model that is no chain.
+        parameters: facts of its parameters, in the order of the model.
+        blocks: names of the blocks of the chain; a single one if the model is no chain.
+        units: number of the unit that each block is; None if a block is no single module, or the model is no chain.
+        num_units: number of units, also in a model that is no chain.
         is_chain: whether the model is a chain of blocks.
-        buffers: bytes of each buffer, and the blocks that own it; no blocks: all ranks have it.
-        routers: number of experts of each.
-        precision: of the run.
+        buffers: bytes of each buffer, and the blocks that own it; without blocks, all ranks have it.
+        routers: number of experts of each router.
+        precision: dtypes of the run.
     """
 
     parameters: tuple[ParameterFacts, ...]
@@ -120,23 +124,27 @@ class ModelFacts:
 
     @cached_property
     def of_block(self) -> tuple[frozenset[int], ...]:
-        """Numbers of the parameters that each block uses."""
-        found: list[set[int]] = [set() for _ in self.blocks]
-        for number, one in enumerate(self.parameters):
-            for block in one.blocks:
-                found[block].add(number)
-        return tuple(map(frozenset, found))
+        """Return the numbers of the parameters that each block uses."""
+        numbers: list[set[int]] = [set() for _ in self.blocks]
+        for number, param in enumerate(self.parameters):
+            for block in param.blocks:
+                numbers[block].add(number)
+        return tuple(map(frozenset, numbers))
 
     @cached_property
     def first_trained(self) -> int:
-        """The first block that has a parameter to train: those before it have no backward."""
-        return min((min(one.blocks) for one in self.parameters if one.kind.is_trainable and one.blocks), default=0)
+        """Return the first block with a trained parameter: the blocks before it have no backward."""
+        return min(
+            (min(param.blocks) for param in self.parameters if param.kind.is_trainable and param.blocks), default=0
+        )
 
     def bounds(self, split: Split, num_stages: int) -> tuple[int, ...]:
-        """Stage s runs the blocks bounds[s] to bounds[s + 1]: as `colossus.schedule.partition.make_partition` has it.
+        """Return the bounds of stages, as `colossus.schedule.partition.make_partition` cuts the model.
+
+        Stage s runs the blocks from bounds[s] up to, but not including, bounds[s + 1].
 
         Raises:
-            ValueError: for a model that is no chain, and a split that does not fit.
+            ValueError: the model is no chain, or the split does not fit it.
         """
         if num_stages == 1:
             return (0, len(self.blocks))
@@ -146,15 +154,15 @@ class ModelFacts:
 
     @cached_property
     def _elements(self) -> list[int]:
-        """Of each block, of whole parameters."""
+        """Return the elements of each block's parameters, over all ranks."""
         elements = [0] * len(self.blocks)
-        for one in self.parameters:
-            for block in one.blocks:
-                elements[block] += one.spec.num_elements
+        for param in self.parameters:
+            for block in param.blocks:
+                elements[block] += param.spec.num_elements
         return elements
 
     def reduced(self, gradient: str) -> str:
-        """In which gradients of a dtype are summed over ranks."""
+        """Return the dtype in which ranks sum gradients of a dtype."""
         return dtype_name(self.precision.reduce_dtype(getattr(torch, gradient)))
 
 
@@ -164,28 +172,29 @@ def facts_of(
     chain: Sequence[NamedBlock] | None,
     groups: ParameterGroups | None = None,
 ) -> ModelFacts:
-    """The facts of a whole model, once a forward has run: layers record the axes of gradients in their first.
+    """Return the facts of a model after a forward, in which layers record the axes of gradients.
 
     Args:
-        model: of meta or fake tensors of the run's dtypes (`colossus.planner.fake_rank.give_sizes`).
-        chain: its blocks; None of a model that is no chain.
-        groups: of the optimizer, where the config has rules for them.
+        model: the model, with meta or fake tensors of the run's dtypes (`colossus.planner.fake_rank.give_sizes`).
+        context: context of the rank.
+        chain: blocks of the model; None if it is no chain.
+        groups: groups of the optimizer, if the config has rules for them.
     """
     modules = modules_of_blocks(model, chain)
     number_of = {id(module): number for number, module in enumerate(modules)}
     of_blocks, root = by_block(model, chain)
-    held = {id(one.param): one for block in (*(params for _, params in of_blocks), root) for one in block}
+    entries = {id(entry.param): entry for group in (*(params for _, params in of_blocks), root) for entry in group}
     units_of = _units_of(modules)
     tables = holders_of(model, context, ()).tables
     users = _users([] if chain is None else [block.parameters for block in chain])
     kinds: dict[ParameterKind, ParameterKind] = {}
-    found = []
+    parameters = []
     for name, param in model.named_parameters():
-        one = held.get(id(param))
+        entry = entries.get(id(param))
         spec = spec_of(param)
-        dtypes = Dtypes.of(param, context.precision, is_product=one is not None and one.is_product)
+        dtypes = Dtypes.of(param, context.precision, is_product=entry is not None and entry.is_product)
         gradient = gradient_dtype(param)
-        made = ParameterKind(
+        kind = ParameterKind(
             tuple(param.shape),
             tuple(stop - start for start, stop in (shard.rows for shard in spec.shards)),
             dtype_name(param.dtype),
@@ -200,22 +209,22 @@ def facts_of(
             _gradient_axes(spec, context),
             frozenset(axis for axis in spec.layout.shard_axes if context.grid.sizes[axis] > 1),
             param.requires_grad,
-            one is not None and row_source(param) is None,
+            entry is not None and row_source(param) is None,
             id(param) in tables,
             0 if groups is None else groups.group_of.get(name, 0),
         )
-        places = () if one is None else one.places
+        places = () if entry is None else entry.places
         at = {unit for module, _ in places for unit in units_of.get(id(module), {ROOT})}
         blocks = (0,) if chain is None else users.get(name, ())
-        found.append(ParameterFacts(name, kinds.setdefault(made, made), blocks, tuple(sorted(at)), spec))
-    known = dict(model.named_modules())
+        parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), blocks, tuple(sorted(at)), spec))
+    by_name = dict(model.named_modules())
     units = (
         (None,)
         if chain is None
-        else tuple(number_of.get(id(known.get(block.modules[0] if block.modules else ""))) for block in chain)
+        else tuple(number_of.get(id(by_name.get(block.modules[0] if block.modules else ""))) for block in chain)
     )
     return ModelFacts(
-        tuple(found),
+        tuple(parameters),
         ("",) if chain is None else tuple(block.name for block in chain),
         units,
         len(modules),
@@ -227,26 +236,32 @@ def facts_of(
 
 
 def _units_of(modules: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """Id of a module -> the units that it is in."""
-    found: dict[int, set[int]] = {}
+    """Return the units that each module is in, by the module's id."""
+    units: dict[int, set[int]] = {}
     for number, module in enumerate(modules):
         for inner in module.modules():
-            found.setdefault(id(inner), set()).add(number)
-    return found
+            units.setdefault(id(inner), set()).add(number)
+    return units
 
 
 def _users(names: Sequence[Iterable[str]]) -> dict[str, tuple[int, ...]]:
-    """Name -> the blocks that own it, ascending."""
-    found: dict[str, tuple[int, ...]] = {}
-    for number, of_block in enumerate(names):
-        for name in of_block:
-            found[name] = (*found.get(name, ()), number)
-    return found
+    """Return the blocks that own a parameter or buffer, ascending, by its name.
+
+    Args:
+        names: names in each block.
+    """
+    users: dict[str, tuple[int, ...]] = {}
+    for number, block_names in enumerate(names):
+        for name in block_names:
+            users[name] = (*users.get(name, ()), number)
+    return users
 
 
 def _gradient_axes(spec: ParameterSpec, context: ParallelContext) -> frozenset[str]:
-    """As layers have recorded them. Where the layout's world has one data rank they record nothing of data, over which
-    samples are split under any other plan."""
+    """Return the axes over which a parameter's gradient is summed under any plan of the layout.
+
+    Layers have recorded them. With one data rank they record no data axes, but other plans split samples over these.
+    """
     recorded = spec.gradient_axes
     axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
     grid = context.grid
@@ -262,12 +277,12 @@ def _buffers(model: nn.Module, chain: Sequence[NamedBlock] | None) -> tuple[tupl
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """By what facts know a dtype: float32."""
+    """Return the name of a dtype: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of a dtype by its name."""
+    """Return the bytes of an element, by the name of its dtype."""
     return _ITEMSIZES[dtype]
 
 

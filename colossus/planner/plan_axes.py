@@ -1,4 +1,4 @@
-"""The axes of a plan, as the parameters of a model that was built for its layout meet them. No torch."""
+"""The axes over which a plan sums gradients and cuts rows, for parameters of a model built for its layout. No torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from colossus.config import Config
 from colossus.context.grid import RankGrid, build_grid
 from colossus.registry import STRATEGIES
 
-#: stands for all axes of data but the one along which experts are spread: how a plan cuts data is not the layout's
+#: name for all data axes but the one that spreads experts: a layout does not know how a plan divides its data ranks
 DATA = "data"
 
 
 class PlanAxes:
-    """Over which ranks of a plan gradients are summed, and rows are cut.
+    """The axes of a plan over which gradients are summed, and rows are cut.
 
     Attributes:
-        grid: of the plan.
-        stage: of ZeRO as it is done: where no ranks share rows, parameters stay whole, and what is left of it are
-            copies in the dtype of the optimizer.
-        rows: the axes over which ZeRO cuts rows, those of one rank left out.
+        grid: grid of the plan.
+        summed: axes over which values of a step are summed: all, without data if the strategy is not exact.
+        stage: effective stage of ZeRO. If no ranks share rows, parameters stay whole, and ZeRO only makes copies in the
+            dtype of the optimizer.
+        rows: axes with more than one rank over which ZeRO cuts rows.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,21 +43,25 @@ class PlanAxes:
         return math.prod(self.grid.sizes[axis] for axis in axes)
 
     def name(self, axes: Iterable[str]) -> str:
-        """As what bytes over these axes are counted."""
+        """Return the name under which bytes over these axes are counted."""
         return "x".join(axis for axis in axes if self.grid.sizes[axis] > 1)
 
     def sums(self, axes: Iterable[str], stored: Iterable[str] = ()) -> tuple[str, ...]:
-        """The axes over which a gradient is summed, that is a sum over ``axes`` (of a layout) and whose rows are cut
-        over ``stored``: of more than one rank, in the order of the grid."""
-        wanted = {axis for each in axes for axis in (self._expanded if each == DATA else (each,))}
+        """Return the axes with more than one rank over which a gradient is all-reduced, in the order of the grid.
+
+        Args:
+            axes: axes of the layout over which the gradient is a sum.
+            stored: axes over which its rows are cut, which a reduce-scatter sums.
+        """
+        wanted = {axis for name in axes for axis in (self._expanded if name == DATA else (name,))}
         wanted -= set(stored)
         return tuple(axis for axis in self.summed if axis in wanted and self.grid.sizes[axis] > 1)
 
     @cached_property
     def everywhere(self) -> tuple[str, ...]:
-        """Over which the numbers of a step are summed."""
+        """Return the axes with more than one rank over which the numbers of a step are summed."""
         return tuple(axis for axis in self.summed if self.grid.sizes[axis] > 1)
 
     def rows_of(self, cut: Iterable[str]) -> tuple[str, ...]:
-        """The axes over which the rows of a parameter are cut that ``cut`` cut for compute."""
+        """Return the axes over which ZeRO cuts the rows of a parameter that is sharded over ``cut`` for compute."""
         return tuple(axis for axis in self.rows if axis not in cut)

@@ -1,4 +1,4 @@
-"""A plan's prediction beside what its ranks do: steps of the real engine on tensors without values, in this process."""
+"""The check of a plan: its prediction beside steps of the real engine on tensors without values, in this process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from colossus.planner.rank_memory import PlanMemory, RankMemory
 
 
 def check(config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = None) -> CheckReport:
-    """Count what some ranks of a plan send in a step, and hold, and put it beside the prediction.
+    """Compare the bytes that some ranks of a plan send and hold in a step with the prediction.
 
     Args:
-        config: resolved.
-        estimate: of this config.
-        ranks: of the world; by default of the pipeline the first and the last rank, the fullest, and of those between
-            the one that stores most: the others do no more.
+        config: the resolved config of the plan.
+        estimate: the prediction for it.
+        ranks: ranks in the world; by default one for each of these pipeline ranks: the first, the last, the fullest,
+            and of those between the one that stores most. The others do no more.
 
     Raises:
         ConfigError: see `fake_steps`.
     """
     if ranks is None:
-        ranks = ranks_of_pipeline(config, _chosen(estimate.memory))
+        ranks = ranks_of_pipeline(config, _pipeline_ranks(estimate.memory))
     steps = fake_steps(config, ranks)
     counted = _bytes_by_axes(steps)
     predicted = {axes: cost.bytes for axes, cost in estimate.axes.items() if cost.bytes}
@@ -35,17 +35,17 @@ def check(config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = 
     return CheckReport(world_size(config.parallel), rows, checked)
 
 
-def _chosen(memory: PlanMemory) -> list[int]:
-    """Of the ranks of a pipeline."""
+def _pipeline_ranks(memory: PlanMemory) -> list[int]:
+    """Return the pipeline ranks that are checked by default."""
     between = memory.ranks[1:-1]
-    found = {0, len(memory.ranks) - 1, memory.fullest.rank}
+    ranks = {0, len(memory.ranks) - 1, memory.fullest.rank}
     if between:
-        found.add(max(between, key=lambda rank: rank.stored.weights).rank)
-    return sorted(found)
+        ranks.add(max(between, key=lambda rank: rank.stored.weights).rank)
+    return sorted(ranks)
 
 
 def _bytes_by_axes(steps: Sequence[RankStep]) -> dict[str, float]:
-    """Of each axis those of the rank that sends most along it."""
+    """Return the bytes along each axis, of the rank that sends most along it."""
     most: dict[str, float] = {}
     for step in steps:
         own: defaultdict[str, float] = defaultdict(float)
@@ -66,7 +66,7 @@ def _checked(step: RankStep, memory: RankMemory) -> CheckedRank:
             Compared("gradients", stored.gradients_between, counted.gradients),
             Compared("optimizer", stored.optimizer, counted.optimizer),
         ],
-        Compared("peak", memory.total + stored.on_host, step.peak),  # here all is in the memory of the host
+        Compared("peak", memory.total + stored.on_host, step.peak),  # the check has all tensors on the CPU
         operations,
         step.seconds,
     )

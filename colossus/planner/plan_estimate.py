@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost: the seconds of a step by their parts, bytes by axis, memory. No torch."""
+"""The predicted cost of a plan: seconds of a step by part, bytes by axis, memory. No torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from colossus.schedule.simulate import Span
 
 @dataclass(frozen=True)
 class AxisCost:
-    """What one rank does along one axis in a step, of the rank that sends most along it.
+    """The communication of one rank along one axis in a step.
 
     Attributes:
-        bytes: that it sends, as `colossus.comm.accounting` counts them.
-        seconds: of all its collectives and messages there.
-        exposed: of these, those in which it computes nothing.
+        bytes: bytes that it sends, as `colossus.comm.accounting` counts them.
+        seconds: seconds of its collectives and messages.
+        exposed: the part of these seconds in which it computes nothing.
     """
 
     bytes: float = 0.0
@@ -34,22 +34,24 @@ class AxisCost:
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """Of a plan.
+    """The estimate of a plan.
 
     Attributes:
-        config: resolved; its ``parallel``, ``schedule`` and ``train`` sections are the plan.
-        overrides: what a user types behind the file to have this plan.
-        seconds: of a step.
-        tokens: (or what else the loss counts) of a step.
-        flops: of the model in a step, forward and backward, without recomputation; None where nothing counts them.
-        peak_flops: of all devices; None where the hardware names none.
-        memory: of the fullest rank of each pipeline rank.
-        axes: name of an axis group as it is counted ("data", "tensor", "rowxcol", "pipeline", ..) -> what it costs.
-        parts: seconds of a step of the pipeline rank that is busy longest, by part: "forward", "backward",
-            "recomputation", "over <axes>" (exposed), "optimizer", "bubble" (also of ranks that wait for the slowest of
-            them), "waiting for cores" (of a host that has fewer than ranks); they add up to ``seconds``.
-        bubble: mean over pipeline ranks of the share of a step in which a rank has nothing to do for its schedule.
-        spans: of each pipeline rank, its actions with start and end in seconds.
+        config: the resolved config; its ``parallel``, ``schedule`` and ``train`` sections are the plan.
+        overrides: overrides of the user's file that give this plan.
+        seconds: seconds of a step.
+        tokens: tokens of a step, or what else the loss counts.
+        flops: FLOPs of the model in a step, forward and backward, without recomputation; None if nothing counts them.
+        peak_flops: peak FLOP/s of all devices; None if the hardware has no peak.
+        memory: memory of each pipeline rank.
+        axes: cost by the name under which a group of axes is counted ("data", "tensor", "rowxcol", "pipeline", ..), of
+            the rank that sends most along it.
+        parts: seconds of a step by part, on the pipeline rank that is busy longest: "forward", "backward",
+            "recomputation", "over <axes>" (exposed), "optimizer", "bubble" (waiting for other stages, and for the
+            slowest rank), "waiting for cores" (if a host has fewer cores than its ranks need). They add up to
+            ``seconds``.
+        bubble: fraction of a step in which the schedule leaves a rank idle, the mean over pipeline ranks.
+        spans: actions of each pipeline rank with start and end in seconds.
     """
 
     config: Config
@@ -70,16 +72,16 @@ class PlanEstimate:
 
     @cached_property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation, see `colossus.monitor.mfu`."""
+        """Return the model FLOP utilisation (see `colossus.monitor.mfu`)."""
         if self.flops is None or not self.peak_flops:
             return None
         return self.flops / self.seconds / self.peak_flops
 
 
 def extended(few: PlanEstimate, more: PlanEstimate, times: float) -> PlanEstimate:
-    """Of a plan with more microbatches: what ``more`` has over ``few``, so many times, on top of ``few``.
+    """Return the estimate of a plan with more microbatches, by linear extrapolation: few + times x (more - few).
 
-    Both are in the steady state of their pipeline. Memory and spans are those of ``more``.
+    Both pipelines are in their steady state. Memory and spans are those of ``more``.
     """
 
     def at(low: float, high: float) -> float:
@@ -104,5 +106,5 @@ def extended(few: PlanEstimate, more: PlanEstimate, times: float) -> PlanEstimat
 
 
 def are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:
-    """Whether two plans are one for a user, as ZeRO 1 and 2 are where all gradients are reduced at once."""
+    """Return whether two plans cost the same, as ZeRO 1 and 2 do if all gradients are reduced at once."""
     return one.seconds == other.seconds and one.memory.fullest.total == other.memory.fullest.total

@@ -1,4 +1,4 @@
-"""From a plan to its layout, and to the stages of its pipeline ranks."""
+"""The layout of a plan, and the stages of its pipeline ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colossus.schedule.build import make_schedule
 
 
 def layout_key(config: Config) -> tuple[Any, ...]:
-    """What a profile depends on."""
+    """Return a key of everything that a profile depends on."""
     parallel, train = config.parallel, config.train
     return (
         parallel.tensor,
@@ -31,7 +31,7 @@ def layout_key(config: Config) -> tuple[Any, ...]:
 
 
 def layout_config(config: Config) -> Config:
-    """The smallest plan of a config's layout."""
+    """Return a config of the smallest plan with the same layout."""
     parallel = config.parallel
     data = expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size)
     small = parallel.model_copy(
@@ -50,34 +50,34 @@ def layout_config(config: Config) -> Config:
 
 
 def splits_backward(config: Config) -> bool:
-    """Whether the schedule runs wgrad apart from dgrad."""
+    """Return whether the schedule runs wgrad apart from dgrad."""
     return any(action.kind == "backward_weight" for own in actions_of(config) for action in own)
 
 
 def actions_of(config: Config) -> Actions:
-    """Of all pipeline ranks.
+    """Return the actions of all pipeline ranks.
 
     Raises:
-        ConfigError: for a schedule that is wrong.
+        ConfigError: the schedule is wrong.
     """
     schedule = config.schedule
     options = tuple(sorted(schedule.options.items()))
     try:
-        return _made(schedule.type, config.parallel.pipeline.size, schedule.microbatches, options)
+        return _cached_schedule(schedule.type, config.parallel.pipeline.size, schedule.microbatches, options)
     except ValueError as error:
         raise ConfigError(f"schedule: {error}", config.source) from error
 
 
 @lru_cache(maxsize=256)
-def _made(kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Actions:
+def _cached_schedule(kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Actions:
     return make_schedule(kind, stages, microbatches, **dict(options))
 
 
 def stages_of(config: Config, profile: LayoutProfile) -> list[RankStages]:
-    """Of each pipeline rank.
+    """Return the stages of each pipeline rank.
 
     Raises:
-        ConfigError: for more stages than blocks, and a split that does not fit.
+        ConfigError: there are more stages than blocks, or the split does not fit.
     """
     actions = actions_of(config)
     rank_of = placement(actions) or {0: 0}

@@ -8,17 +8,18 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Of one rank.
+    """Bytes that one rank stores.
 
     Attributes:
         weights: parameters and buffers between steps.
-        gathered: whole parameters at most in a step, beyond ``weights`` (ZeRO).
-        gradients: at most while there are activations.
-        buffers: in which gradients are reduced and parameters gathered, while there are activations.
-        optimizer: its state.
-        update: what comes when the activations have gone: reductions after the last backward, the optimizer's step.
-        gradients_between: what is left of them between steps.
-        on_host: of weights, gradients and the optimizer's state, what is in the memory of the host.
+        gathered: the most bytes of gathered whole parameters beyond ``weights`` (ZeRO).
+        gradients: the most bytes of gradients while there are activations.
+        buffers: buckets of gradients and buffers of gathered parameters, while there are activations.
+        optimizer: state of the optimizer.
+        update: bytes needed when the activations are freed: by reductions after the last backward, or by the
+            optimizer's step.
+        gradients_between: gradients between steps.
+        on_host: the part of weights, gradients and optimizer state that is in host memory.
     """
 
     weights: int
@@ -33,15 +34,16 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank of the pipeline at most, by kind.
+    """The peak memory of a pipeline rank, in bytes by kind.
 
     Attributes:
         rank: index along the pipeline axis.
-        stages: that it runs.
-        in_flight: activations that it holds at most, see `colossus.schedule.actions.in_flight`.
-        activations: what is kept for backward of these, what the fullest action needs on top, and in a pipeline a value
-            that arrives and one that leaves. With one microbatch gradients come as activations go, so that a part of
-            the gradients is counted against them.
+        stages: stages that it runs.
+        in_flight: the most microbatches whose activations it holds, see `colossus.schedule.actions.in_flight`.
+        stored: bytes that it stores beside activations.
+        activations: activations saved for backward, the temporary ones of the largest action, and in a pipeline a value
+            that arrives and one that leaves. With one microbatch, gradients are allocated while activations are freed;
+            then only the bytes beyond ``stored.gradients`` count here.
     """
 
     rank: int
@@ -52,7 +54,7 @@ class RankMemory:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """By kind, while the rank is fullest: with activations, or, where that is more, with the update."""
+        """Return the bytes by kind at the peak of the rank: with activations, or with the update if that is more."""
         sizes = dict(vars(self.stored))
         update, on_host = sizes.pop("update"), sizes.pop("on_host")
         del sizes["gradients_between"]
@@ -61,17 +63,17 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Return the bytes on the device at the peak."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Of a plan.
+    """The memory of a plan.
 
     Attributes:
-        ranks: one of each pipeline rank.
-        notes: what is not counted, in words.
+        ranks: memory of each pipeline rank.
+        notes: sentences about memory that is not counted.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -83,5 +85,5 @@ class PlanMemory:
 
     @property
     def fullest_rank(self) -> str:
-        """``pipeline rank 0 of 4``, or ``each rank``."""
+        """Return the name of the fullest rank: ``pipeline rank 0 of 4``, or ``each rank``."""
         return f"pipeline rank {self.fullest.rank} of {len(self.ranks)}" if len(self.ranks) > 1 else "each rank"

@@ -1,4 +1,4 @@
-"""The stages of one rank of a pipeline, and what of a model is there. No torch."""
+"""The stages of one rank of a pipeline, and their blocks. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankStages:
         rank: index along the pipeline axis.
         bounds: stage s has ``blocks[bounds[s]:bounds[s + 1]]`` of the model's chain.
         rank_of: stage -> index along the pipeline axis.
-        actions: of this rank in a step.
+        actions: actions of this rank in a step.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class RankStages:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Of this rank, ascending."""
+        """Return the stages of this rank, ascending."""
         return tuple(stage for stage in range(len(self.bounds) - 1) if self.rank_of[stage] == self.rank)
 
     def blocks_of(self, stage: int) -> range:
@@ -35,12 +35,12 @@ class RankStages:
 
     @cached_property
     def stage_of(self) -> Mapping[int, int]:
-        """Block -> stage, of all ranks."""
+        """Return the stage of each block, for the blocks of all ranks."""
         return {block: stage for stage in range(len(self.bounds) - 1) for block in self.blocks_of(stage)}
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The stages in the order in which their gradients are complete."""
+        """Return the stages of this rank in the order in which their gradients are reduced."""
         return tuple(action.stage for action in self.actions if action.kind == "reduce")
 
     @cached_property
@@ -49,7 +49,10 @@ class RankStages:
 
     @cached_property
     def starts_early(self) -> frozenset[int]:
-        """The stages whose reductions may start while their last backward runs: all before them are reduced by then."""
+        """Return the stages whose reductions may start during their last backward: earlier stages are reduced by then.
+
+        With a split backward there are none.
+        """
         last = {action.stage: index for index, action in enumerate(self.actions) if action.kind in LAST_USE}
         reduced = {action.stage: index for index, action in enumerate(self.actions) if action.kind == "reduce"}
         return frozenset(
@@ -59,12 +62,12 @@ class RankStages:
         )
 
     def ranks_with(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Pipeline ranks that have any of these blocks, the one of the lowest stage first."""
+        """Return the pipeline ranks that have any of these blocks, that of the lowest stage first."""
         if len(blocks) == 1:
             return (self.rank_of[self.stage_of[blocks[0]]],)
         return tuple(dict.fromkeys(self.rank_of[self.stage_of[block]] for block in sorted(blocks)))
 
     def last_stage_of(self, blocks: Sequence[int]) -> int | None:
-        """Of this rank's stages with any of these blocks the one that is reduced last; None where it has none."""
+        """Return this rank's stage with any of these blocks that is reduced last; None if the rank has none of them."""
         here = {stage for block in blocks if (stage := self.stage_of[block]) in self.stages}
         return max(here, key=self.order.index) if here else None

@@ -1,9 +1,9 @@
-"""A plan's step and memory without playing its schedule: which of many plans are worth an estimate.
+"""The score of a plan: step time and memory without simulating the schedule, to choose which plans to estimate.
 
-Three ranks of the pipeline are looked at: the first, the last, and the one whose blocks take longest. A step is m
-microbatches of the slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of
-a microbatch on all other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of
-zero-bubble schedules, whose gradients of weights fill it (2401.10241).
+Three ranks of the pipeline are scored: the first, the last, and the one whose blocks take longest. A step takes m
+microbatches on the slowest of them, and a part of the wait at the ends of the pipeline, which is the time of a
+microbatch on all other ranks. This part is 1 under 1F1B, 1/v with v chunks (2104.04473), and about 1/3 and 1/6 under
+ZB-H1 and ZB-V, whose wgrads fill the wait (2401.10241).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from colossus.schedule.actions import LAST_USE, Action, Actions, placement
 
 @dataclass(frozen=True)
 class Score:
-    """Of a plan.
+    """The score of a plan.
 
     Attributes:
-        seconds: of a step, roughly.
-        memory: of the ranks that were looked at.
+        seconds: approximate seconds of a step.
+        memory: memory of the scored ranks.
     """
 
     seconds: float
@@ -39,15 +39,17 @@ class Score:
 
 
 def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times: float, most: float) -> Score:
-    """Of a resolved config whose layout has this profile, but for the samples of a microbatch.
+    """Score the plan of a resolved config.
 
     Args:
-        player: for so many times the samples of the profile.
-        times: as above.
-        most: bytes of a device. Of a plan that needs more only memory is known, its seconds are infinite.
+        config: the config.
+        profile: profile of its layout, possibly with fewer samples of a microbatch.
+        player: player of traces for the config's ranks and samples.
+        times: samples of a microbatch over those of the profile.
+        most: bytes of a device; a plan that needs more gets infinite seconds.
 
     Raises:
-        ValueError: for a schedule or a split that does not fit the model.
+        ValueError: the schedule or the split does not fit the model.
     """
     ranks = _some_ranks(config, profile, block_seconds(profile, player))
     memory = memory_of(config, profile, ranks, times=times, exact=False)
@@ -62,28 +64,33 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
 def _seconds(config: Config, lines: list[RankTimeline]) -> float:
     slowest, behind = 0.0, 0.0
     for line in lines:
-        each = last = 0.0
-        for action in _of_one_microbatch(line.stages):
+        microbatch = last = 0.0
+        for action in _of_last_microbatch(line.stages):
             cost = line.cost(action)
-            each += cost.until_done
+            microbatch += cost.until_done
             last = max(last, cost.until_sent - cost.until_done)
-        slowest, behind = max(slowest, each), max(behind, last)
+        slowest, behind = max(slowest, microbatch), max(behind, last)
     begin, end = max(line.begin for line in lines), max(line.end for line in lines)
     return begin + slowest * _microbatches(config) + behind + end
 
 
 def seconds_of_microbatch(profile: LayoutProfile, player: TracePlayer) -> float:
-    """Forward and backward of all blocks."""
+    """Return the seconds of forward and backward of all blocks, for a microbatch."""
     return sum(block_seconds(profile, player))
 
 
 def seconds_by_count(config: Config, microbatch: float) -> float:
-    """Of a step of so many seconds a microbatch, in stages of equal time, without what is sent of gradients."""
+    """Return the seconds of a step in stages of equal time, without reductions of gradients.
+
+    Args:
+        config: the config.
+        microbatch: seconds of a microbatch in all stages.
+    """
     return microbatch / config.parallel.pipeline.size * _microbatches(config)
 
 
 def _microbatches(config: Config) -> float:
-    """How many a rank could do in a step without its waits."""
+    """Return the seconds of a step in microbatches of a stage, the wait at the ends of the pipeline included."""
     return config.schedule.microbatches + (config.parallel.pipeline.size - 1) * _share_of_wait(config)
 
 
@@ -94,21 +101,22 @@ def _share_of_wait(config: Config) -> float:
     return {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(kind, 1.0)
 
 
-def _of_one_microbatch(stages: RankStages) -> list[Action]:
-    """The last microbatch on a rank: with its gradients."""
+def _of_last_microbatch(stages: RankStages) -> list[Action]:
+    """Return the computing actions of a rank's last microbatch, during which gradients are reduced."""
     last = max(action.microbatch for action in stages.actions if action.kind == "forward")
     kinds = ("forward", "backward", "backward_input", "backward_weight")
     return [action for action in stages.actions if action.kind in kinds and action.microbatch == last]
 
 
-def _some_ranks(config: Config, profile: LayoutProfile, of_blocks: Sequence[float]) -> list[RankStages]:
+def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:
+    """Return the first and the last pipeline rank, and the one whose blocks take longest."""
     schedule, size = config.schedule, config.parallel.pipeline.size
     few = min(schedule.microbatches, 2 * size)
     actions, rank_of = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
     bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
     seconds = [0.0] * size
     for stage, rank in rank_of.items():
-        seconds[rank] += sum(of_blocks[bounds[stage] : bounds[stage + 1]])
+        seconds[rank] += sum(seconds_of_blocks[bounds[stage] : bounds[stage + 1]])
     slowest = max(range(size), key=seconds.__getitem__)
     return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, slowest, size - 1})]
 
@@ -117,16 +125,16 @@ def _some_ranks(config: Config, profile: LayoutProfile, of_blocks: Sequence[floa
 def _compute_actions(
     kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]
 ) -> tuple[Actions, dict[int, int]]:
-    """Of all ranks, each stage reduced behind its last action; and stage -> rank."""
+    """Return the actions of all ranks, without transfers and with a reduction after each stage, and stage -> rank."""
     schedule = SCHEDULES.get(kind) if isinstance(kind, str) else kind
-    lists: Actions = schedule(stages, microbatches, **dict(options))
-    found: Actions = []
-    for own in lists:
+    computing: Actions = schedule(stages, microbatches, **dict(options))
+    actions: Actions = []
+    for own in computing:
         last = {action.stage: index for index, action in enumerate(own) if action.kind in LAST_USE}
         done: list[Action] = []
         for index, action in enumerate(own):
             done.append(action)
             if last.get(action.stage) == index:
                 done.append(Action("reduce", action.stage))
-        found.append(done)
-    return found, placement(found) or {0: 0}
+        actions.append(done)
+    return actions, placement(actions) or {0: 0}

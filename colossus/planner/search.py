@@ -1,9 +1,11 @@
-"""The search of the best plans: layouts best first, of each the plans that a lower bound leaves; those with the best
-scores are estimated in full.
+"""The search of the best plans.
 
-A profile takes a fraction of a second, and there are hundreds of layouts. They are put in order by formula: first one
-of each kind and size of tensor parallelism, then the neighbours of the best, which differ in one thing. The same plans
-are looked at on every machine.
+The search visits layouts, the likely ones first. It scores the plans of a layout that the lower bounds allow, and
+estimates those with the best scores in full.
+
+A profile takes a fraction of a second, and there are hundreds of layouts. Formulas put them in order: first one of each
+kind and size of tensor parallelism, then the neighbours of the best, which differ in one section. The search visits the
+same plans on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
-from colossus.planner.kept import Kept
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
@@ -30,16 +32,17 @@ from colossus.planner.score import Score, score, seconds_by_count, seconds_of_mi
 from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
-#: layouts whose plans are scored at most: of different kinds to begin with, then in each round next to the best
+#: the most layouts scored at first; rounds of neighbours, the best layouts that they are neighbours of, and the most
+#: layouts scored for each
 _FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 3
-#: how much slower than the best plan a layout may be thought to be, that its plans are scored
+#: a layout is scored if its likely seconds are at most this factor times those of the best plan
 _FAR = 2.0
-#: of a layout, products of replicas, stages, microbatches and schedules that are scored, and how much slower than its
-#: best plan they may be thought to be
+#: for a layout, the most combinations of replicas, stages, microbatches and schedule that are scored, and the factor of
+#: its best plan's seconds that their likely seconds may reach
 _MOST_SIZES, _NEAR = 10, 1.25
-#: plans that are estimated at least, and beyond those of the result
+#: the fewest plans that are estimated, and how many beyond those of the result
 _FEWEST, _SPARE = 10, 4
-#: layouts and plans whose memory is looked at where none fits
+#: layouts, and plans of each, whose memory is predicted if no plan fits
 _SMALLEST = 4
 
 
@@ -53,37 +56,40 @@ def search(
     top: int = 10,
     keep: Mapping[str, Any] | None = None,
 ) -> SearchResult:
-    """The best plans of a model and its data.
+    """Search the best plans of a model and its data.
 
     Args:
-        config: its own plan counts for nothing but for what is kept; its global batch stays.
-        hosts: over which the devices are spread equally.
+        config: the user's config; its own plan only counts for the keys in ``keep``; its global batch stays.
+        hardware: speed of devices and links.
+        devices: ranks of a plan.
+        hosts: hosts over which the devices are spread evenly.
         memory: bytes of a device; by default those of the hardware.
-        top: plans of the result.
-        keep: what stays as given, see `colossus.planner.kept.Kept`.
+        top: number of plans in the result.
+        keep: keys that every plan has, see `colossus.planner.fixed_keys.FixedKeys`.
 
     Raises:
-        ConfigError: for what is wrong with the config, and where no plan fits the arithmetic of model and batch.
+        ConfigError: the config is wrong, or the sizes of no plan divide the model and the batch.
     """
     return _Search(config, hardware, devices, hosts, memory or hardware.memory_bytes, top, keep).run()
 
 
 @dataclass
 class _Node:
-    """A layout that has been looked at.
+    """A layout that the search has visited.
 
     Attributes:
-        candidates: with their lower bounds, the least first.
-        seconds: of the best of them, or infinite.
-        scores: of those that fit.
-        known: by overrides the seconds of all that were scored, infinite of those that do not fit.
+        layout: the layout.
+        candidates: (lower bound, number, plan), the least bound first.
+        seconds: seconds of its best scored plan, or infinite.
+        scores: (seconds, plan) of the scored plans that fit.
+        tried: seconds of all scored plans by their overrides, infinite for those that do not fit.
     """
 
     layout: ModelLayout
     candidates: list[tuple[float, int, Candidate]]
     seconds: float = float("inf")
     scores: list[tuple[float, Candidate]] = field(default_factory=list)
-    known: dict[tuple[str, ...], float] = field(default_factory=dict)
+    tried: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @property
     def bound(self) -> float:
@@ -91,24 +97,16 @@ class _Node:
 
     @cached_property
     def profiled(self) -> Candidate:
-        """The plan of whose layout a profile is taken: with the smallest microbatch."""
-        return min((candidate for _, _, candidate in self.candidates), key=lambda each: each.samples)
+        """Return the plan that is profiled for all: the one with the smallest microbatch."""
+        return min((candidate for _, _, candidate in self.candidates), key=lambda candidate: candidate.samples)
 
 
 class _Search:
-    def __init__(
-        self,
-        config: Config,
-        hardware: Hardware,
-        devices: int,
-        hosts: int,
-        memory: float,
-        top: int,
-        keep: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, config: Config, hardware: Hardware, devices: int, hosts: int, memory: float, top: int,
+                 keep: Mapping[str, Any] | None) -> None:  # fmt: skip
         self._config, self._devices, self._hosts = config, devices, hosts
         self._memory, self._top, self._keep = memory, top, keep
-        self._kept = Kept.of(config, keep)
+        self._fixed = FixedKeys.of(config, keep)
         self._estimator = Estimator(hardware, hosts=hosts)
         self._bounds = LowerBounds(config, hardware, hosts=hosts)
         self._best = float("inf")
@@ -118,31 +116,31 @@ class _Search:
         self._nodes: list[_Node] = []
         self._every: Sequence[ModelLayout] = ()
         self._likely_of: dict[ModelLayout, float] = {}
-        #: layouts with the least memory that they may need
-        self._too_large: list[tuple[float, int, ModelLayout]] = []
-        #: of the plans that do not fit, the one that misses least
+        #: (bytes, number, layout) for each layout: the least memory that its plans may need
+        self._least_memory: list[tuple[float, int, ModelLayout]] = []
+        #: (bytes, plan) of the plan that exceeds the memory least
         self._nearest: tuple[float, Candidate] | None = None
 
     def run(self) -> SearchResult:
         began, stopped = time.monotonic(), False
         try:
-            self._look()
+            self._score_layouts()
         except KeyboardInterrupt:
             stopped = True
-        found = self._estimates()
+        estimates = self._estimates()
         nearest = None
-        if not found and not stopped:
-            self._look_at_the_smallest()
-        if not found and self._nearest is not None and not stopped:
+        if not estimates and not stopped:
+            self._score_smallest()
+        if not estimates and self._nearest is not None and not stopped:
             nearest = self._estimator.estimate(self._nearest[1].config, self._nearest[1].overrides)
         progress("")
-        if not found and nearest is None and not stopped:
-            raise self._nothing()
-        return SearchResult(found[: self._top], self._tried, nearest, time.monotonic() - began, stopped)
+        if not estimates and nearest is None and not stopped:
+            raise self._no_plan_error()
+        return SearchResult(estimates[: self._top], self._tried, nearest, time.monotonic() - began, stopped)
 
     # -- layouts --------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _score_layouts(self) -> None:
         self._every = every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
         self._visit(first_of_each_kind(every, self._likely), _FIRST)
         for _ in range(_ROUNDS):
@@ -151,16 +149,11 @@ class _Search:
             self._visit(near, _MORE)
 
     def _visit(self, some: Sequence[ModelLayout], most: int) -> None:
-        """Score the plans of so many layouts that have not been, the likely ones first."""
-        waiting = []
-        for number, layout in enumerate(some):
-            if layout not in self._seen:
-                likely = self._likely(layout)
-                if likely < float("inf"):
-                    waiting.append((likely, number, layout))
+        """Score the plans of at most ``most`` new layouts, the likely ones first."""
+        new = [(self._likely(layout), number, layout) for number, layout in enumerate(some) if layout not in self._seen]
         visited = 0
-        for likely, _, layout in sorted(waiting, key=lambda each: each[:2]):
-            if visited == most or likely > _FAR * self._best:
+        for likely, _, layout in sorted(new, key=lambda numbered: numbered[:2]):
+            if visited == most or likely == float("inf") or likely > _FAR * self._best:
                 break
             self._seen.add(layout)
             node = self._node(layout)
@@ -172,45 +165,45 @@ class _Search:
                 self._visit(recomputed(layout, self._every), 1)
 
     def _likely(self, layout: ModelLayout) -> float:
-        """Seconds of the best plan of a layout, by formula; infinite where none fits."""
-        known = self._likely_of.get(layout)
-        if known is None:
+        """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
+        if layout not in self._likely_of:
             rough = representatives(self._config, self._devices, layout)
             fitting = [config for config in rough if self._bounds.memory(config) <= self._memory]
-            known = min(map(self._bounds.likely, fitting), default=0.0 if not rough else float("inf"))
-            self._likely_of[layout] = known
-            self._too_large += [(self._bounds.memory(config), len(self._likely_of), layout) for config in rough[-1:]]
-        return known
+            self._likely_of[layout] = min(map(self._bounds.likely, fitting), default=0.0 if not rough else float("inf"))
+            number = len(self._likely_of)
+            self._least_memory += [(self._bounds.memory(config), number, layout) for config in rough[-1:]]
+        return self._likely_of[layout]
 
     def _node(self, layout: ModelLayout) -> _Node | None:
-        """The plans of a layout; None where it has none that fit."""
-        found = []
-        for number, candidate in enumerate(
-            plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-        ):
+        """Return a layout with its plans that may fit, None without such plans."""
+        candidates = []
+        every = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+        for number, candidate in enumerate(every):
             if self._bounds.memory(candidate.config) > self._memory:
                 self._tried += 1
             else:
-                found.append((self._bounds.seconds(candidate.config), number, candidate))
-        return _Node(layout, sorted(found, key=lambda each: each[:2])) if found else None
+                candidates.append((self._bounds.seconds(candidate.config), number, candidate))
+        return _Node(layout, sorted(candidates, key=lambda numbered: numbered[:2])) if candidates else None
 
-    def _misses(self, needed: float, candidate: Candidate) -> None:
+    def _record_too_large(self, needed: float, candidate: Candidate) -> None:
         if self._nearest is None or needed < self._nearest[0]:
             self._nearest = needed, candidate
 
-    def _look_at_the_smallest(self) -> None:
-        """Of the layouts that their lower bounds rule out, how much the smallest need."""
-        for _, _, layout in heapq.nsmallest(_SMALLEST, self._too_large):
-            made = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-            made.sort(key=lambda candidate: self._bounds.memory(candidate.config))
-            for candidate in made[:_SMALLEST]:
+    def _score_smallest(self) -> None:
+        """Score the smallest plans, although the lower bounds rule them out, to tell how much they need."""
+        for _, _, layout in heapq.nsmallest(_SMALLEST, self._least_memory):
+            candidates = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+            candidates.sort(key=lambda candidate: self._bounds.memory(candidate.config))
+            for candidate in candidates[:_SMALLEST]:
                 self._first_that_fit(_Node(layout, [(0.0, 0, candidate)]), [candidate])
 
     # -- plans ----------------------------------------------------------------------------------------------
 
     def _score(self, node: _Node) -> None:
-        """Score the plans of a layout that its profile makes likely: of those that differ in ZeRO only, the first two
-        that fit."""
+        """Score the plans of a layout that are likely by its profile; of plans that differ in ZeRO, the first that fit.
+
+        See `_first_that_fit`.
+        """
         progress(f"layout {len(self._nodes) + 1}: {describe_plan(node.candidates[0][2].config)}")
         self._nodes.append(node)
         self._tried += len(node.candidates)
@@ -218,7 +211,7 @@ class _Search:
         for _, _, candidate in node.candidates:
             groups.setdefault(candidate.all_but_zero, []).append(candidate)
         for group in groups.values():
-            group.sort(key=lambda each: -self._bounds.memory(each.config))
+            group.sort(key=lambda candidate: -self._bounds.memory(candidate.config))
         first = node.profiled
         try:
             profile = self._estimator.profile(first.config, split_backward=False)
@@ -227,27 +220,30 @@ class _Search:
             return
         by_samples: dict[int, float] = {}
 
-        def likely(of: Sequence[Candidate]) -> float:
-            samples = of[0].samples
+        def likely(group: Sequence[Candidate]) -> float:
+            samples = group[0].samples
             if samples not in by_samples:
                 player = self._estimator.player(first.config, samples / first.samples)
                 by_samples[samples] = seconds_of_microbatch(profile, player)
-            return seconds_by_count(of[0].config, by_samples[samples])
+            return seconds_by_count(group[0].config, by_samples[samples])
 
         plain = [group for group in groups.values() if group[0].config.schedule.type == "1f1b"]
         too_large = {group[0].size for group in plain if self._score_one(node, group[-1]) == float("inf")}
         scored = 0
         for group in sorted(groups.values(), key=likely):
-            if group[0].size in too_large:  # other schedules keep as much, or more
+            if group[0].size in too_large:  # other schedules save as much, or more
                 continue
             if scored == _MOST_SIZES or likely(group) > min(_NEAR * node.seconds, self._best * _FAR):
                 break
             scored += self._first_that_fit(node, group) < float("inf")
 
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
-        """Score plans that differ in ZeRO, those that need most first: of those that fit two, which send least. Gives
-        the seconds of the faster, infinite where none fits."""
-        low, high = 0, len(candidates) - 1  # the first that fits is looked for as in a sorted list
+        """Score the first plan that fits, by bisection, and the next one; return the seconds of the faster of the two.
+
+        The plans differ in ZeRO. Those that need most memory, and send least, come first. If none fits, the result is
+        infinite.
+        """
+        low, high = 0, len(candidates) - 1
         tried = [self._score_one(node, candidates[high])]
         while low < high and tried[0] < float("inf"):
             middle = (low + high) // 2
@@ -258,43 +254,42 @@ class _Search:
         return min(tried)
 
     def _score_one(self, node: _Node, candidate: Candidate) -> float:
-        """The seconds of a plan, infinite where it does not fit."""
-        known = node.known.get(candidate.overrides)
-        if known is None:
-            known = node.known[candidate.overrides] = self._score_first(node, candidate)
-        return known
+        """Return the seconds of a plan, infinite if it does not fit."""
+        if candidate.overrides not in node.tried:
+            node.tried[candidate.overrides] = self._score_new(node, candidate)
+        return node.tried[candidate.overrides]
 
-    def _score_first(self, node: _Node, candidate: Candidate) -> float:
+    def _score_new(self, node: _Node, candidate: Candidate) -> float:
         try:
             config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
             candidate = Candidate(config, tuple(overrides))
-            found = self._scored(candidate, node)
+            result = self._score_of(candidate, node)
         except ValueError as error:
             self._refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
             return float("inf")
-        if found.seconds == float("inf"):
-            self._misses(found.memory.fullest.total, candidate)
+        if result.seconds == float("inf"):
+            self._record_too_large(result.memory.fullest.total, candidate)
         else:
-            node.scores.append((found.seconds, candidate))
-            node.seconds, self._best = min(node.seconds, found.seconds), min(self._best, found.seconds)
-        return found.seconds
+            node.scores.append((result.seconds, candidate))
+            node.seconds, self._best = min(node.seconds, result.seconds), min(self._best, result.seconds)
+        return result.seconds
 
-    def _scored(self, candidate: Candidate, node: _Node) -> Score:
-        """By the profile of the layout with the smallest microbatch."""
+    def _score_of(self, candidate: Candidate, node: _Node) -> Score:
+        """Score a plan by the profile of its layout with the smallest microbatch."""
         first, config = node.profiled, candidate.config
         profile = self._estimator.profile(first.config, split_backward=False)
         times = candidate.samples / first.samples
         return score(config, profile, self._estimator.player(config, times), times=times, most=self._memory)
 
     def _estimates(self) -> list[PlanEstimate]:
-        """Of the plans with the best scores, those that fit, best first."""
-        scored = sorted((each for node in self._nodes for each in node.scores), key=lambda each: each[0])
-        found: list[PlanEstimate] = []
-        most = max(self._top, _FEWEST)  # of few plans the best may be another than the best of many
+        """Estimate the plans with the best scores, and return those that fit, the best first."""
+        scored = sorted((entry for node in self._nodes for entry in node.scores), key=lambda entry: entry[0])
+        estimates: list[PlanEstimate] = []
+        most = max(self._top, _FEWEST)  # also for a short list: a worse score may turn out to be the better plan
         for seconds, candidate in scored:
-            if len(found) >= most and seconds > 1.05 * sorted(each.seconds for each in found)[most - 1]:
+            if len(estimates) >= most and seconds > 1.05 * sorted(plan.seconds for plan in estimates)[most - 1]:
                 break
-            if len(found) >= most + _SPARE:
+            if len(estimates) >= most + _SPARE:
                 break
             try:
                 estimate = self._estimator.estimate(candidate.config, candidate.overrides)
@@ -302,19 +297,19 @@ class _Search:
                 self._refusals.append(error)
                 continue
             if estimate.memory.fullest.total <= self._memory:
-                if all(not are_alike(estimate, other) for other in found):
-                    found.append(estimate)
+                if all(not are_alike(estimate, other) for other in estimates):
+                    estimates.append(estimate)
             else:
-                self._misses(estimate.memory.fullest.total, candidate)
-        return sorted(found, key=lambda each: each.seconds)
+                self._record_too_large(estimate.memory.fullest.total, candidate)
+        return sorted(estimates, key=lambda plan: plan.seconds)
 
-    def _nothing(self) -> ConfigError:
+    def _no_plan_error(self) -> ConfigError:
         if self._refusals:
             return self._refusals[0]
         batch = self._config.train.global_batch_size
-        kept = f", and what is kept ({'; '.join(sorted(self._kept.keys))})" if self._kept.keys else ""
+        keys = f" and the fixed keys {', '.join(sorted(self._fixed.keys))}" if self._fixed.keys else ""
         return ConfigError(
-            f"no plan of {counted(self._devices, 'device')} fits this model, its batch of {batch} samples{kept}: their "
-            f"sizes do not divide",
+            f"no plan for {counted(self._devices, 'device')} fits this model, its batch of {batch} samples{keys}: "
+            f"their sizes do not divide",
             self._config.source,
         )

@@ -1,4 +1,4 @@
-"""A model of many equal layers by one of two: what is known of its last layer is known of all that follow."""
+"""Models of many equal layers are profiled with two: all further layers cost the same as the second."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ _LAYERS = 2
 
 
 def shallow(config: Config) -> tuple[Config, int]:
-    """The config with as few layers as tell of all, and the number of those that it lacks.
+    """Return the config with two layers, and the number of layers left out.
 
-    A model stays as it is whose layers differ, or are not the same to the optimizer or to activation checkpointing.
+    The config is returned as it is, with 0, if layers differ by themselves, for the optimizer or for checkpointing.
     """
-    options, optimizer, again = model_options(config), config.optimizer, config.train.activation_checkpoint
+    options, optimizer, checkpointing = model_options(config), config.optimizer, config.train.activation_checkpoint
     if not isinstance(options, TransformerOptions) or options.num_layers <= _LAYERS or config.model is None:
         return config, 0
     first = options.block_options(0)
     are_equal = all(options.block_options(layer) == first for layer in range(1, options.num_layers))
     by_element = optimizer.type in TORCH_OPTIMIZERS and not optimizer.whole
-    is_plain = not optimizer.groups and optimizer.layer_decay is None and again.every == 1 and again.modules is None
+    is_plain = (
+        not optimizer.groups
+        and optimizer.layer_decay is None
+        and checkpointing.every == 1
+        and checkpointing.modules is None
+    )
     if not (are_equal and by_element and is_plain):
         return config, 0
     model = config.model.model_copy(update={"num_layers": _LAYERS})
@@ -32,7 +37,7 @@ def shallow(config: Config) -> tuple[Config, int]:
 
 
 def with_more_layers(facts: ModelFacts, more: int) -> ModelFacts:
-    """The facts of a model that has so many more layers like the last one, which is the last block but one."""
+    """Return the facts of a model with ``more`` further layers like its last layer, which is the last block but one."""
     at = len(facts.blocks) - 2
     stem, _, number = facts.blocks[at].rpartition(".")
     unit = facts.units[at]
@@ -40,21 +45,21 @@ def with_more_layers(facts: ModelFacts, more: int) -> ModelFacts:
     def place(block: int) -> int:
         return block if block <= at else block + more
 
-    def unit_place(one: int) -> int:
-        return one if unit is None or one <= unit else one + more
+    def unit_place(number: int) -> int:
+        return number if unit is None or number <= unit else number + more
 
-    def copy(one: ParameterFacts, times: int) -> ParameterFacts:
-        name = re.sub(rf"(^|\.){re.escape(stem)}\.{number}\.", rf"\g<1>{stem}.{int(number) + times}.", one.name)
-        units = tuple(each if each != unit else each + times for each in one.units)
-        return ParameterFacts(name, one.kind, (at + times,), units, one.spec)
+    def copy(param: ParameterFacts, times: int) -> ParameterFacts:
+        name = re.sub(rf"(^|\.){re.escape(stem)}\.{number}\.", rf"\g<1>{stem}.{int(number) + times}.", param.name)
+        units = tuple(own if own != unit else own + times for own in param.units)
+        return ParameterFacts(name, param.kind, (at + times,), units, param.spec)
 
     parameters: list[ParameterFacts] = []
-    layer = [one for one in facts.parameters if one.blocks == (at,)]
-    for one in facts.parameters:
-        blocks, units = tuple(map(place, one.blocks)), tuple(map(unit_place, one.units))
-        parameters.append(replace(one, blocks=blocks, units=units))
-        if layer and one is layer[-1]:
-            parameters += [copy(each, times) for times in range(1, more + 1) for each in layer]
+    layer = [param for param in facts.parameters if param.blocks == (at,)]
+    for param in facts.parameters:
+        blocks, units = tuple(map(place, param.blocks)), tuple(map(unit_place, param.units))
+        parameters.append(replace(param, blocks=blocks, units=units))
+        if layer and param is layer[-1]:
+            parameters += [copy(own, times) for times in range(1, more + 1) for own in layer]
     names = [f"{stem}.{int(number) + times}" for times in range(1, more + 1)]
     return replace(
         facts,
@@ -69,16 +74,16 @@ def with_more_layers(facts: ModelFacts, more: int) -> ModelFacts:
 
 def _with_more_units(facts: ModelFacts, at: int, more: int) -> tuple[int | None, ...]:
     unit = facts.units[at]
-    behind = [each if each is None or unit is None else each + more for each in facts.units[at + 1 :]]
+    behind = [own if own is None or unit is None else own + more for own in facts.units[at + 1 :]]
     copies = [None if unit is None else unit + times for times in range(1, more + 1)]
     return (*facts.units[: at + 1], *copies, *behind)
 
 
 def _with_more_buffers(facts: ModelFacts, at: int, more: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    found = [
+    buffers = [
         (size, tuple(block if block <= at else block + more for block in blocks)) for size, blocks in facts.buffers
     ]
     copies = [
         (size, (at + times,)) for size, blocks in facts.buffers if blocks == (at,) for times in range(1, more + 1)
     ]
-    return (*found, *copies)
+    return (*buffers, *copies)

@@ -1,4 +1,4 @@
-"""Which parameters of a pipeline rank ZeRO stores by rows, and which of them are gathered together."""
+"""The parameters of a pipeline rank that ZeRO cuts into rows, and the units that it gathers together."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ShardedUnits:
     """The parameters of a rank.
 
     Attributes:
-        blocks: of each unit its block in the chain (of a model that is no chain, 0), and its parameters.
-        root: those that belong to no unit, or to several.
-        whole: those that are stored whole.
-        every: all of them, in the order of the model.
+        blocks: block in the chain (0 if the model is no chain) and parameters of each unit.
+        root: parameters that ZeRO cuts and that belong to no unit, or to several.
+        whole: parameters that are stored whole.
+        every: all parameters, in the order of the model.
     """
 
     blocks: Sequence[tuple[int, Sequence[ParameterFacts]]]
@@ -28,8 +28,8 @@ class ShardedUnits:
 
     @property
     def cut(self) -> list[ParameterFacts]:
-        """Those of which rows are stored."""
-        return [one for _, of_block in self.blocks for one in of_block] + [*self.root]
+        """Return the parameters that ZeRO cuts into rows."""
+        return [param for _, of_block in self.blocks for param in of_block] + [*self.root]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class StoredParameter:
     """A parameter that a rank trains, as the rank stores it.
 
     Attributes:
-        rows: the axes over which its rows are cut.
+        facts: facts of the parameter.
+        shape, elements: of the stored part.
+        dtype: name of the stored dtype.
+        rows: axes over which its rows are cut.
     """
 
     facts: ParameterFacts
@@ -48,9 +51,9 @@ class StoredParameter:
 
 
 def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> ShardedUnits:
-    """As `colossus.data_parallel.zero.blocks.by_block` finds them on the rank."""
+    """Return the units of a rank, as `colossus.data_parallel.zero.blocks.by_block` makes them there."""
     own = [block for stage in stages.stages for block in stages.blocks_of(stage)]
-    #: unit -> its block
+    #: block of each unit
     place: dict[int, int] = {}
     if model.is_chain:
         for block in own:
@@ -62,41 +65,41 @@ def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> Shar
     root: list[ParameterFacts] = []
     whole: list[ParameterFacts] = []
     every = parameters_on(model, stages)
-    for one in every:
-        if not axes.stage or not one.kind.has_rows or not (axes.stage == 3 or one.kind.is_trainable):
-            whole.append(one)
-        elif len(one.units) == 1 and one.units[0] in place:
-            of_unit[one.units[0]].append(one)
+    for param in every:
+        if not axes.stage or not param.kind.has_rows or not (axes.stage == 3 or param.kind.is_trainable):
+            whole.append(param)
+        elif len(param.units) == 1 and param.units[0] in place:
+            of_unit[param.units[0]].append(param)
         else:
-            users = {unit if unit in place else ROOT for unit in one.units}
-            (of_unit[users.pop()] if len(users) == 1 and ROOT not in users else root).append(one)
+            users = {unit if unit in place else ROOT for unit in param.units}
+            (of_unit[users.pop()] if len(users) == 1 and ROOT not in users else root).append(param)
     return ShardedUnits([(place[unit], params) for unit, params in of_unit.items() if params], root, whole, every)
 
 
 def parameters_on(model: ModelFacts, stages: RankStages) -> list[ParameterFacts]:
-    """Those of a pipeline rank, in the order of the model."""
+    """Return the parameters of a pipeline rank, in the order of the model."""
     own = (model.of_block[block] for stage in stages.stages for block in stages.blocks_of(stage))
     return [model.parameters[number] for number in sorted(frozenset().union(*own))]
 
 
 def rows_per_rank(kind: ParameterKind, ranks: int) -> int:
-    """Rows that each of so many ranks stores, padding included."""
+    """Return the rows that each of ``ranks`` ranks stores, padding included."""
     return sum(-(-rows // ranks) for rows in kind.rows)
 
 
 def as_stored(units: ShardedUnits, axes: PlanAxes) -> list[StoredParameter]:
-    """What the optimizer of a rank has, in the order of the model."""
-    cut = {one.name for one in units.cut}
-    found = []
-    for one in units.every:
-        kind = one.kind
+    """Return the trained parameters of a rank as its optimizer has them, in the order of the model."""
+    cut = {param.name for param in units.cut}
+    stored = []
+    for param in units.every:
+        kind = param.kind
         if not kind.is_trainable:
             continue
-        if one.name not in cut:
-            found.append(StoredParameter(one, kind.shape, kind.elements, kind.dtype, ()))
+        if param.name not in cut:
+            stored.append(StoredParameter(param, kind.shape, kind.elements, kind.dtype, ()))
             continue
         rows = axes.rows_of(kind.cut_axes)
         number = rows_per_rank(kind, axes.size(rows))
         shape = (number, *kind.shape[1:])
-        found.append(StoredParameter(one, shape, number * kind.row, kind.sharded[3], rows))
-    return found
+        stored.append(StoredParameter(param, shape, number * kind.row, kind.sharded[3], rows))
+    return stored

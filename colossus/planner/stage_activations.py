@@ -1,5 +1,4 @@
-"""What a microbatch keeps on each stage of a pipeline, and the most that a rank holds in a step: put together from the
-blocks of a layout."""
+"""The activations of a microbatch on each stage of a pipeline, and the peak of a rank in a step."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE, Action
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes of one microbatch on one stage, beyond what is there without it.
+    """Bytes of activations of one microbatch on one stage.
 
     Attributes:
-        kept: from the end of its forward to its backward.
-        forward: at most during its forward.
-        backward: at most during its backward, with what was kept.
-        deferred: from the end of its backward of inputs to that of weights.
-        weights: at most during that of weights, with what was deferred.
-        passed: of what it is given and what it gives, the larger.
+        saved: bytes from the end of its forward to its backward.
+        forward: the most during its forward.
+        backward: the most during its backward (or dgrad), ``saved`` included.
+        deferred: bytes from the end of its dgrad to its wgrad.
+        weights: the most during its wgrad, ``deferred`` included.
+        passed: the larger of its input from the stage before and its output to the next.
     """
 
-    kept: int
+    saved: int
     forward: int
     backward: int
     deferred: int
@@ -31,37 +30,41 @@ class StageActivations:
     passed: int
 
     @classmethod
-    def of(cls, blocks: Sequence[BlockProfile], given: int, made: Sequence[int], *, is_last: bool) -> StageActivations:
-        """Of a stage of these blocks.
+    def of(
+        cls, blocks: Sequence[BlockProfile], received: int, made: Sequence[int], *, is_last: bool
+    ) -> StageActivations:
+        """Return the activations of a stage.
 
         Args:
-            given: bytes of what it is given by the stage before.
-            made: bytes of the gradients that have been made when the backward of each block begins.
+            blocks: profiles of its blocks.
+            received: bytes of its input from the stage before.
+            made: bytes of parameter gradients that exist when the backward of each block begins.
+            is_last: whether it is the last stage.
         """
         passed = 0 if is_last else blocks[-1].passed
-        held, forward, backward = given, given, given
-        for block, behind in zip(blocks, made, strict=True):
-            forward = max(forward, held + block.forward_peak)
-            held += block.kept
-            backward = max(backward, held + behind + block.backward_peak)
-        kept = held - passed
-        deferred = sum(block.kept if block.deferred is None else block.deferred for block in blocks)
+        live, forward, backward = received, received, received
+        for block, gradients in zip(blocks, made, strict=True):
+            forward = max(forward, live + block.forward_peak)
+            live += block.saved
+            backward = max(backward, live + gradients + block.backward_peak)
+        saved = live - passed
+        deferred = sum(block.saved if block.deferred is None else block.deferred for block in blocks)
         weights = deferred + max(block.wgrad_peak for block in blocks)
-        return cls(kept, forward, backward, deferred, weights, max(given, passed))
+        return cls(saved, forward, backward, deferred, weights, max(received, passed))
 
 
 def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivations]) -> int:
-    """The most bytes of activations while a rank does its actions."""
-    held = peak = 0
+    """Return the most bytes of activations while a rank runs its actions."""
+    live = peak = 0
     for action in actions:
         if action.kind == "forward":
-            peak = max(peak, held + stages[action.stage].forward)
-            held += stages[action.stage].kept
+            peak = max(peak, live + stages[action.stage].forward)
+            live += stages[action.stage].saved
         elif action.kind in INPUT_GRADIENT:
-            peak = max(peak, held - stages[action.stage].kept + stages[action.stage].backward)
-            held += stages[action.stage].deferred - stages[action.stage].kept
+            peak = max(peak, live - stages[action.stage].saved + stages[action.stage].backward)
+            live += stages[action.stage].deferred - stages[action.stage].saved
         if action.kind == "backward_weight":
-            peak = max(peak, held - stages[action.stage].deferred + stages[action.stage].weights)
+            peak = max(peak, live - stages[action.stage].deferred + stages[action.stage].weights)
         if action.kind in LAST_USE:
-            held -= stages[action.stage].deferred
+            live -= stages[action.stage].deferred
     return peak

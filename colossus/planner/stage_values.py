@@ -1,4 +1,4 @@
-"""What goes from stage to stage of a pipeline, found on any one of its ranks."""
+"""The values that stages of a pipeline pass on, computed on one rank."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from colossus.schedule.transport import ValueSpec, flatten_value, unflatten_valu
 
 
 def stage_values(config: Config, rank: int, batch: Any) -> dict[int, ValueSpec]:
-    """Stage -> what it gives to the next, for a microbatch of this batch, on the pipeline that a rank belongs to.
+    """Return the spec of each stage's output for a microbatch of this batch, on the pipeline of a rank.
 
-    All stages run forward on this rank, a few of equal blocks that follow each other in the place of all.
+    The forwards of all stages run in this process, with a few blocks of each run of equal ones.
 
     Raises:
         ValueError: see `make_partition`.
@@ -42,7 +42,7 @@ def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, V
     model = build(factory, context, materialize=False, prepare=lambda whole: _freeze(config, whole))
     pipeline, parallel = PipelineRuntime(config, context), model_parallel_of(context)
     partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
-    found: dict[int, ValueSpec] = {}
+    outputs: dict[int, ValueSpec] = {}
     with counted_fake_tensors(), balanced_experts():
         give_sizes(model, context.precision)
         model.train()
@@ -58,10 +58,9 @@ def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, V
                     for call in run.shown:
                         value = first(call, value, own) if is_first else call(value)
                         is_first = False
-                given, tensors = flatten_value(value, parallel, f"stage {stage}")
-                found[stage] = given
-                value, _ = unflatten_value(given, tensors, parallel)
-    return found
+                outputs[stage], tensors = flatten_value(value, parallel, f"stage {stage}")
+                value, _ = unflatten_value(outputs[stage], tensors, parallel)
+    return outputs
 
 
 def _freeze(config: Config, whole: torch.nn.Module) -> None:

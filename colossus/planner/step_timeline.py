@@ -1,5 +1,4 @@
-"""The timeline of a step: the actions of all pipeline ranks with the seconds of their blocks, and what of weights and
-gradients travels beside them."""
+"""The timeline of a step: the actions of all pipeline ranks, with the collectives of weights and gradients beside."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ class ActionCost:
     """Seconds of an action of one stage.
 
     Attributes:
-        computing: of its blocks, with what tensor parallelism waits for.
-        until_done: until its blocks have run, with what ZeRO-3 waits for.
-        until_sent: until the gradients that leave with it have been sent, too.
-        repeated: of ``computing``, what is computed again.
-        axes: of the collectives inside of its blocks.
+        computing: seconds of its blocks, exposed collectives of tensor and sequence parallelism included.
+        until_done: seconds until its blocks have run, waits for ZeRO-3's gathers included.
+        until_sent: seconds until the gradients that it reduces have been reduced.
+        repeated: the part of ``computing`` that is recomputation.
+        axes: cost of the collectives inside its blocks, by axes.
     """
 
     computing: float
@@ -41,23 +40,24 @@ class ActionCost:
 
 
 class RankTimeline:
-    """What one pipeline rank does in a step.
+    """The times of one pipeline rank in a step.
 
     Args:
-        profile: of the layout.
-        stages: of the rank.
-        traffic: of its weights and gradients.
+        profile: profile of the layout.
+        stages: stages of the rank.
+        traffic: collectives of its weights and gradients.
+        player: player of traces for the plan.
     """
 
     def __init__(self, profile: LayoutProfile, stages: RankStages, traffic: StepTraffic, player: TracePlayer) -> None:
         self.profile, self.stages, self.traffic, self.player = profile, stages, traffic, player
         self._costs: dict[tuple[str, int, bool, bool], ActionCost] = {}
-        self._arriving = {(one.stage, one.block): one for one in traffic.gathers}
+        self._gathers = {(gather.stage, gather.block): gather for gather in traffic.gathers}
         self._last = {action.stage: action for action in stages.actions if action.kind in LAST_USE}
 
     @classmethod
     def of(cls, config: Config, profile: LayoutProfile, stages: RankStages, player: TracePlayer) -> RankTimeline:
-        """Of a plan whose layout has this profile."""
+        """Return the timeline of a rank of a plan whose layout has this profile."""
         placement = player.placement
         traffic = gradient_traffic(
             profile.facts, config, stages, profile.optimizer, on_cpu=not player.hardware.overlaps,
@@ -66,12 +66,12 @@ class RankTimeline:
         return cls(profile, stages, traffic, player)
 
     def seconds(self, action: Action) -> float:
-        """In which an action holds its rank."""
+        """Return the seconds for which an action occupies its rank."""
         cost = self.cost(action)
         return cost.until_done if self.is_last(action) else cost.until_sent
 
     def is_last(self, action: Action) -> bool:
-        """Of a backward: whether it is its stage's last, whose gradients may go on travelling behind it."""
+        """Return whether an action is the last of its stage: the next action need not wait for its reductions."""
         return self._last.get(action.stage) == action
 
     def cost(self, action: Action) -> ActionCost:
@@ -81,10 +81,10 @@ class RankTimeline:
         return self._costs[key]
 
     def _is_freed(self, action: Action) -> bool:
-        """Whether the weights of the blocks have to come for it."""
+        """Return whether an action has to gather the weights of its blocks."""
         if action.kind == "forward":
             return (action.stage, action.microbatch) in self.traffic.gathered
-        return any(one.in_backward for one in self.traffic.gathers if one.stage == action.stage)
+        return any(gather.in_backward for gather in self.traffic.gathers if gather.stage == action.stage)
 
     def _cost(self, kind: str, stage: int, is_last: bool, is_freed: bool) -> ActionCost:
         numbers = list(self.stages.blocks_of(stage))
@@ -92,77 +92,81 @@ class RankTimeline:
             numbers.reverse()
         played = [self.player.play(_trace(self.profile.blocks[number], kind)) for number in numbers]
         leaving: dict[int, float] = {}
-        for one in self.traffic.reductions if kind in LAST_USE else ():
-            if one.stage == stage and (one.when == "each" or is_last):
-                block = numbers[-1] if one.block is None else one.block
-                leaving[block] = leaving.get(block, 0.0) + self._all(one.collectives).seconds
-        runs = []
-        for number, each in zip(numbers, played, strict=True):
-            gather = self._arriving.get((stage, number)) if is_freed and kind != "backward_weight" else None
+        for reduction in self.traffic.reductions if kind in LAST_USE else ():
+            if reduction.stage == stage and (reduction.when == "each" or is_last):
+                block = numbers[-1] if reduction.block is None else reduction.block
+                leaving[block] = leaving.get(block, 0.0) + self._all(reduction.collectives).seconds
+        blocks = []
+        for number, trace in zip(numbers, played, strict=True):
+            gather = self._gathers.get((stage, number)) if is_freed and kind != "backward_weight" else None
             arriving = 0.0 if gather is None else self._all(gather.collectives).seconds
-            runs.append(BlockSeconds(each.seconds, arriving, leaving.get(number, 0.0)))
-        done, sent = run_beside(runs, overlaps=self.player.hardware.overlaps)
-        computing = sum(run.computing for run in runs)
+            blocks.append(BlockSeconds(trace.seconds, arriving, leaving.get(number, 0.0)))
+        done, sent = run_beside(blocks, overlaps=self.player.hardware.overlaps)
+        computing = sum(block.computing for block in blocks)
         return ActionCost(
-            computing, done, sent, sum(each.repeated for each in played), total([each.axes for each in played])
+            computing, done, sent, sum(trace.repeated for trace in played), total([trace.axes for trace in played])
         )
 
     def _all(self, collectives: Sequence[Collective]) -> AxisCost:
         out = AxisCost()
-        for one in collectives:
-            out += self.collective(one)
+        for collective in collectives:
+            out += self.collective(collective)
         return out
 
-    def collective(self, one: Collective) -> AxisCost:
-        """What one collective costs."""
-        spread = self.player.placement.of(one.mesh_axes)
-        operation = one.operation.partition(" ")[0]
+    def collective(self, collective: Collective) -> AxisCost:
+        """Return the cost of one collective, all of it exposed."""
+        spread = self.player.placement.of(collective.mesh_axes)
+        operation = collective.operation.partition(" ")[0]
         hardware = self.player.hardware
         if operation == "broadcast":
             operation = "all_gather"
-        ranks, hosts = one.ranks, min(one.ranks, spread.hosts)
-        seconds = hardware.collective_seconds(operation, ranks, one.held, hosts=hosts)
-        return AxisCost(one.sent, seconds, seconds)
+        ranks, hosts = collective.ranks, min(collective.ranks, spread.hosts)
+        seconds = hardware.collective_seconds(operation, ranks, collective.input_bytes, hosts=hosts)
+        return AxisCost(collective.sent, seconds, seconds)
 
     @cached_property
     def begin(self) -> float:
-        """Before the first forward: weights that are whole for all of the step, those of tensor parallelism too."""
-        return self._all(self.traffic.begin).seconds + sum(each.seconds for each in self._once("forward"))
+        """Return the seconds before the first forward: gathers of weights that stay whole for the step."""
+        return self._all(self.traffic.begin).seconds + sum(played.seconds for played in self._once("forward"))
 
     @cached_property
     def end(self) -> float:
-        """Behind the last backward, when all that travels beside it has come."""
-        return self._all(self.traffic.end).seconds + sum(each.seconds for each in self._once("backward"))
+        """Return the seconds of the collectives after the last backward and all reductions."""
+        return self._all(self.traffic.end).seconds + sum(played.seconds for played in self._once("backward"))
 
     def _once(self, kind: str) -> list[Played]:
-        """Of the blocks of the rank, what comes once in a step."""
-        found = []
+        """Play the parts of the rank's blocks that run once per step."""
+        parts = []
         for stage in self.stages.stages:
             for number in self.stages.blocks_of(stage):
                 block = self.profile.blocks[number]
                 traces = (block.forward,) if kind == "forward" else (block.backward, block.wgrad)
-                found += [self.player.play(trace.once) for trace in traces if trace is not None and trace.once]
-        return found
+                parts += [self.player.play(trace.once) for trace in traces if trace is not None and trace.once]
+        return parts
 
     def axes(self, spans: Sequence[Span]) -> dict[str, AxisCost]:
-        """What the rank's collectives cost in a step, by axes; messages between stages are not among them."""
+        """Return the cost of the rank's collectives in a step, by axes, without messages between stages.
+
+        Collectives before the first forward and after the last backward are exposed. Those beside blocks share the
+        seconds for which blocks wait for them, in proportion to their own seconds.
+        """
         inside = [self.cost(span.action).axes for span in spans if span.action.kind in COMPUTE]
-        inside += [each.axes for kind in ("forward", "backward") for each in self._once(kind)]
+        inside += [played.axes for kind in ("forward", "backward") for played in self._once(kind)]
         out = total(inside)
-        late = Counter((*self.traffic.begin, *self.traffic.end))
-        every = self.traffic.counts(self.stages)
-        waited = sum(self._beside(span.action) for span in spans if span.action.kind in COMPUTE)
-        travelling = sum(self.collective(one).seconds * (times - late[one]) for one, times in every.items())
-        share = min(1.0, waited / travelling) if travelling else 0.0
-        for one, times in every.items():
-            cost = self.collective(one)
-            exposed = cost.seconds * (late[one] + share * (times - late[one]))
-            found = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
-            out[one.axes] = out.get(one.axes, AxisCost()) + found
+        apart = Counter((*self.traffic.begin, *self.traffic.end))
+        counts = self.traffic.counts(self.stages)
+        waiting = sum(self._waiting(span.action) for span in spans if span.action.kind in COMPUTE)
+        beside = sum(self.collective(own).seconds * (times - apart[own]) for own, times in counts.items())
+        share = min(1.0, waiting / beside) if beside else 0.0
+        for collective, times in counts.items():
+            cost = self.collective(collective)
+            exposed = cost.seconds * (apart[collective] + share * (times - apart[collective]))
+            step_cost = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
+            out[collective.axes] = out.get(collective.axes, AxisCost()) + step_cost
         return out
 
-    def _beside(self, action: Action) -> float:
-        """Seconds of an action in which its rank waits for weights or gradients that travel."""
+    def _waiting(self, action: Action) -> float:
+        """Return the seconds of an action in which its rank waits for gathers or reductions."""
         return self.seconds(action) - self.cost(action).computing
 
 
@@ -172,16 +176,20 @@ _NOTHING = Trace()
 def _trace(block: BlockProfile, kind: str) -> Trace:
     if kind == "forward":
         return block.forward
-    if kind == "backward_weight":  # a profile that does not tell it apart has it in backward
+    if kind == "backward_weight":  # without a split backward, the trace of backward includes it
         return block.wgrad or _NOTHING
     return block.backward
 
 
 def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list[Span]], list[float]]:
-    """The spans of all ranks, and when each has all its gradients.
+    """Simulate a step.
 
     Args:
+        ranks: timelines of all pipeline ranks.
         transfer: seconds of a message from stage to stage.
+
+    Returns:
+        The spans of each rank, and the second at which all its reductions have ended.
     """
     rank_of = ranks[0].stages.rank_of
 

@@ -1,4 +1,4 @@
-"""What a rank does in a part of a step, in order: products, attention, other operators, collectives. No torch."""
+"""The trace of a part of a step: products, attention, other operators and collectives of a rank, in order. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Attention of ``heads`` heads (of all samples together) of queries and keys of these lengths."""
+    """Attention of ``heads`` heads (those of all samples together) with ``queries`` queries and ``keys`` keys."""
 
     heads: float
     queries: float
@@ -35,14 +35,14 @@ class AttentionCall:
 
     @property
     def flops(self) -> float:
-        """Causal attention computes half of the square; backward is 2.5 times forward (2205.14135)."""
+        """Return the computed FLOPs: half of the square if causal; backward is 2.5 times forward (2205.14135)."""
         times = (2.5 if self.backward else 1.0) * (0.5 if self.causal else 1.0)
         return 4.0 * times * self.heads * self.queries * self.keys * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Any other operator: the bytes that it reads and writes, 0 of a view; its name in ATen."""
+    """Any other operator: the bytes that it reads and writes (0 for a view), and its name in ATen."""
 
     bytes: float
     name: str = ""
@@ -50,24 +50,24 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A collective or a message that starts.
+    """The start of a collective or a message.
 
     Attributes:
-        number: of the event that waits for it.
+        number: number that its `Awaited` has, too.
         operation: ``all_gather``, .. or ``send``.
         axes: name of the group.
-        held: bytes that a rank holds before, as in `colossus.comm.accounting.sent`.
+        input_bytes: bytes of a rank's input, as in `colossus.comm.accounting.sent`.
     """
 
     number: int
     operation: str
     axes: str
-    held: float
+    input_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The collective of this number has ended before what follows."""
+    """The wait for the collective with this number: it has ended before the next event."""
 
     number: int
 
@@ -80,10 +80,10 @@ class Trace:
     """The events of a part of a step.
 
     Attributes:
-        events: in order.
-        repeated: of those that recompute what forward has computed already.
-        once: of those that come once in a step, not with each microbatch: weights gathered, and gradients reduced, for
-            all of them.
+        events: events in order, without those below.
+        repeated: events of recomputation.
+        once: events that run once per step, not with each microbatch: the gather of weights and the reduction of
+            gradients for all microbatches.
     """
 
     events: Sequence[Event] = ()
@@ -92,5 +92,5 @@ class Trace:
 
     @property
     def flops(self) -> float:
-        """Of products and attention, without recomputation."""
+        """Return the FLOPs of products and attention, without recomputation."""
         return sum(event.flops for event in self.events if isinstance(event, Product | AttentionCall))

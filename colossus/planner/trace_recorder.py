@@ -1,5 +1,7 @@
-"""Records what a rank does on fake tensors, as a `Trace`: operators as they are dispatched, collectives as they are
-counted and waited for."""
+"""The recorder of a `Trace` on fake tensors.
+
+It records operators when they are dispatched, and collectives when they are counted and waited for.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Prod
 
 aten = torch.ops.aten
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-#: operators that take a few rows of a large tensor: what they write counts twice
+#: operators that read a few rows of a large tensor: they read as much as they write
 _PICKS = ("embedding", "index", "index_select", "gather", "_unsafe_index")
-#: operators that move nothing
+#: operators that move no bytes
 _FREE = (
     "detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "empty", "empty_like", "new_empty",
     "empty_strided", "new_empty_strided", "_local_scalar_dense", "set_", "record_stream",
@@ -31,7 +33,7 @@ _FREE = (
 
 
 class TraceRecorder:
-    """Records while `recording` is entered; `take` gives what has come since the last one."""
+    """Records events inside the context `recording`; `take` returns those since the last call."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -40,7 +42,7 @@ class TraceRecorder:
         self._once: list[Event] = []
         self._recomputes = self._is_once = False
         self._numbers = 0
-        #: of what has been counted and not been logged yet, operation, axes, bytes: of a message each of its tensors
+        #: (operation, axes, bytes) of each tensor that was counted and not logged yet; a message has several
         self._counted: list[tuple[str, str, float]] = []
 
     def take(self) -> Trace:
@@ -51,7 +53,7 @@ class TraceRecorder:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Inside, what is recorded comes once in a step."""
+        """Record the events inside the context as events that run once per step."""
         outer, self._is_once = self._is_once, True
         try:
             yield
@@ -60,7 +62,7 @@ class TraceRecorder:
 
     @contextmanager
     def recording(self, fake: CountedFakeTensors) -> Iterator[None]:
-        """Inside, everything that runs under the mode is recorded; what is recomputed, apart."""
+        """Record all events under the fake mode inside the context; those of recomputation apart."""
         rng = self._context.rng
         replay = rng.replay
 
@@ -73,7 +75,7 @@ class TraceRecorder:
             finally:
                 self._recomputes = False
 
-        fake.observer = self._see
+        fake.observer = self._record_operator
         accounting.listeners.append(self)  # type: ignore[arg-type]
         try:
             with ExitStack() as stack:
@@ -86,17 +88,17 @@ class TraceRecorder:
                 accounting.listeners.remove(self)  # type: ignore[arg-type]
 
     def add(self, operation: str, axes: str, dtype: torch.dtype, sent: float) -> None:
-        """As a `colossus.comm.accounting.Counter`."""
+        """Note the bytes of a collective, as a `colossus.comm.accounting.Counter` does."""
         self._counted.append((operation, axes, sent))
 
     def _log(self, operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> log.Entry:
-        """In the place of `colossus.comm.log.record`: the entry tells when the collective is waited for."""
+        """Record the start of a collective, in place of `colossus.comm.log.record`; the entry records the wait."""
         counted, self._counted = self._counted, []
-        if not counted:  # a receive, whose send is counted by another rank, or what is not counted
+        if not counted:  # a receive, which the sending rank counts, or a call that nobody counts
             return log.Entry(operation, axes, 0, shape, dtype, ("", 0))
         self._numbers += 1
         name, axes, _ = counted[0]
-        sent, ranks = sum(each for _, _, each in counted), self._context.grid.size(axes.split("x"))
+        sent, ranks = sum(nbytes for _, _, nbytes in counted), self._context.grid.size(axes.split("x"))
         kind = name.split()[0]
         self._add(Started(self._numbers, kind, axes, input_bytes_of(kind, ranks, sent)))
         return _AwaitedEntry(self, self._numbers, operation, axes)
@@ -104,14 +106,14 @@ class TraceRecorder:
     def _add(self, event: Event) -> None:
         (self._once if self._is_once else self._repeated if self._recomputes else self._events).append(event)
 
-    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         event = work_of(func, args, kwargs, out)
         if event is not None:
             self._add(event)
 
 
 class _AwaitedEntry(log.Entry):
-    """The entry of a collective; that it is done is an event."""
+    """The log entry of a collective; setting ``done`` records the wait."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -130,7 +132,7 @@ class _AwaitedEntry(log.Entry):
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:
-    """What an operator does; None of what is none of ATen's, and started by no one."""
+    """Return the event of an operator, None for torch's bookkeeping and its collectives, which are logged."""
     name = func._schema.name.partition("::")[2]
     if func.namespace != "aten":
         return None if func.namespace in ("prim", "c10d", "_c10d_functional") else _moved(name, args, kwargs, out)
@@ -158,7 +160,7 @@ def _product(a: Tensor, b: Tensor) -> Product:
 
 
 def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Product:
-    """Groups of rows, each times a matrix of its own, of equal sizes."""
+    """Return the product of groups of rows with a matrix for each group, taking all groups as equally large."""
     groups = len(b) if b.dim() == 3 else max(1, len(rest[0]) if rest and rest[0] is not None else 1)
     rows, inner = a.shape[-2:]
     return Product(groups, rows / groups, b.shape[-1], inner, _DTYPES[a.dtype])
@@ -166,7 +168,7 @@ def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Product:
 
 def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
                output_padding: Any, groups: int, *rest: Any) -> Product:  # fmt: skip
-    """As the product of patches and weights."""
+    """Return a convolution as the product of patches and weights."""
     out_channels, inner = weight.shape[0], math.prod(weight.shape[1:])
     places = [
         (size + 2 * pad - dil * (kernel - 1) - 1) // step + 1
@@ -176,7 +178,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, 
 
 
 def _convolved_back(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Product:
-    """dgrad and wgrad."""
+    """Return the dgrad and the wgrad of a convolution."""
     rows, mask = len(dy) * math.prod(dy.shape[2:]), rest[-1]
     return Product(sum(mask[:2]), rows, dy.shape[1], math.prod(weight.shape[1:]), _DTYPES[x.dtype])
 

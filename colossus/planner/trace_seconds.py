@@ -1,4 +1,4 @@
-"""How long a trace takes on a device: it computes, and collectives run beside that until they are waited for."""
+"""The seconds of a trace on a device: collectives overlap with computation until they are waited for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
-#: of an update, for each parameter
+#: operators of an update for each parameter
 _UPDATE_OPERATORS = 4
 
 
 @dataclass
 class Played:
-    """A trace that was played.
+    """The times of a trace.
 
     Attributes:
-        seconds: from its first event to its last.
-        repeated: of these, computing that is done again.
-        axes: what its collectives cost, by axes.
+        seconds: seconds from its first event to its last.
+        repeated: the part of these that is recomputation, without exposed collectives.
+        axes: cost of its collectives, by axes.
     """
 
     seconds: float = 0.0
@@ -38,35 +38,38 @@ class Played:
 
 
 class TracePlayer:
-    """Plays traces on devices of one kind that are placed on hosts.
+    """Simulates traces on devices of one kind.
 
     Args:
-        times: what is played is of a microbatch of so many times the samples: all its work and bytes are.
+        hardware: speed of devices and links.
+        placement: ranks on hosts.
+        times: samples of the microbatch over those of the trace: work and bytes are multiplied by it.
     """
 
     def __init__(self, hardware: Hardware, placement: Placement, times: float = 1.0) -> None:
         self.hardware, self.placement, self._times = hardware, placement, times
-        self._known: dict[int, tuple[Trace, Played]] = {}
+        #: by the id of a trace; the entry keeps the trace alive, so that no other gets its id
+        self._played: dict[int, tuple[Trace, Played]] = {}
         self._seconds: dict[Event, float] = {}
 
     def play(self, trace: Trace) -> Played:
-        known = self._known.get(id(trace))
-        if known is None:
+        """Return the times of a trace."""
+        if id(trace) not in self._played:
             played = Played()
-            again = self._run(trace.repeated, played)
-            played.repeated = again - played.exposed
-            played.seconds = again + self._run(trace.events, played)
-            known = self._known[id(trace)] = trace, played  # with the trace, whose id is then its own
-        return known[1]
+            recomputing = self._run(trace.repeated, played)
+            played.repeated = recomputing - played.exposed
+            played.seconds = recomputing + self._run(trace.events, played)
+            self._played[id(trace)] = trace, played
+        return self._played[id(trace)][1]
 
-    def collective(self, operation: str, axes: str, held: float) -> AxisCost:
-        """Of one collective, all of it exposed."""
+    def collective(self, operation: str, axes: str, input_bytes: float) -> AxisCost:
+        """Return the cost of one collective, all of it exposed."""
         names = axes_of(axes)
-        seconds = self.placement.seconds(self.hardware, operation, names, held)
-        return AxisCost(bytes_sent(operation, self.placement.of(names).ranks, held), seconds, seconds)
+        seconds = self.placement.seconds(self.hardware, operation, names, input_bytes)
+        return AxisCost(bytes_sent(operation, self.placement.of(names).ranks, input_bytes), seconds, seconds)
 
     def _run(self, events: Sequence[Event], played: Played) -> float:
-        """The seconds of events; what their collectives cost is added to ``played``."""
+        """Return the seconds of events, and add the cost of their collectives to ``played``."""
         hardware = self.hardware
         now = free = work = 0.0
         operators = 0
@@ -79,7 +82,7 @@ class TracePlayer:
             now += hardware.eager_seconds(work, operators)
             work, operators = 0.0, 0
             if isinstance(event, Started):
-                cost = self.collective(event.operation, event.axes, self._times * event.held)
+                cost = self.collective(event.operation, event.axes, self._times * event.input_bytes)
                 if not hardware.overlaps:
                     now += cost.seconds
                     played.add(event.axes, cost)
@@ -94,10 +97,9 @@ class TracePlayer:
         return now + hardware.eager_seconds(work, operators)
 
     def _work(self, event: Event) -> float:
-        found = self._seconds.get(event)
-        if found is None:
-            found = self._seconds[event] = self._work_of(event)
-        return found
+        if event not in self._seconds:
+            self._seconds[event] = self._work_of(event)
+        return self._seconds[event]
 
     def _work_of(self, event: Event) -> float:
         hardware = self.hardware
@@ -115,21 +117,28 @@ class TracePlayer:
 
 
 def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -> float:
-    """Of the norm of the gradients and the optimizer: their bytes, read and written through memory, and so many
-    operators for each of the rank's parameters."""
+    """Return the seconds of the gradient norm and the optimizer's step.
+
+    State and gradients are read and written through memory, and each parameter starts `_UPDATE_OPERATORS` operators.
+
+    Args:
+        hardware: speed of the device.
+        stored: bytes that the rank stores.
+        parameters: number of its parameters.
+    """
     moved = 2.0 * (stored.optimizer + 2.0 * stored.gradients_between)
     return hardware.memory_seconds(moved) + hardware.eager_seconds(0.0, round(_UPDATE_OPERATORS * parameters))
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """The axes of a group by the name under which its bytes are counted."""
+    """Return the axes of a group from the name under which its bytes are counted."""
     return tuple(name.split("x"))
 
 
 def total(costs: Sequence[Mapping[str, AxisCost]]) -> dict[str, AxisCost]:
-    """By axes, of several parts of a step that follow each other."""
+    """Sum costs by axes, over parts of a step that follow each other."""
     out: dict[str, AxisCost] = {}
-    for each in costs:
-        for axes, cost in each.items():
+    for part in costs:
+        for axes, cost in part.items():
             out[axes] = out.get(axes, AxisCost()) + cost
     return out

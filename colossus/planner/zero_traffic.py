@@ -1,4 +1,4 @@
-"""What ZeRO gathers and reduces: the collectives of a unit of parameters of which ranks store rows."""
+"""The gathers and reductions of ZeRO: the collectives of parameters that ranks store by rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from colossus.planner.parameter_facts import ParameterFacts, ParameterKind, item
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.sharded_units import rows_per_rank
 
-#: a block of the chain, and parameters that are gathered as one while it runs
+#: a block of the chain, and the parameters that are gathered together while it runs
 Unit = tuple[int, Sequence[ParameterFacts]]
 
 
 @dataclass(frozen=True)
 class _Flat:
-    """Parameters that travel in one collective, by their places in the unit."""
+    """Parameters that travel in one collective.
+
+    Attributes:
+        places: their indices in the unit.
+        gather: the gather of their values.
+        reduction: the reduction of their gradients, None if they are frozen.
+    """
 
     places: tuple[int, ...]
     gather: Collective
@@ -25,23 +31,24 @@ class _Flat:
 
 
 class ZeroTraffic:
-    """Of a plan.
+    """The collectives of ZeRO under a plan.
 
     Args:
-        on_cpu: whether what travels has to fit a slot of shared memory.
+        axes: axes of the plan.
+        on_cpu: whether ranks compute on CPU, where a message has to fit a slot of shared memory.
     """
 
     def __init__(self, axes: PlanAxes, *, on_cpu: bool) -> None:
         self._axes, self._on_cpu = axes, on_cpu
-        #: by the ids of their parameters' kinds: equal units move as much
-        self._known: dict[tuple[int, ...], list[_Flat]] = {}
+        #: by the ids of the parameters' kinds: equal units have equal collectives
+        self._flats_of: dict[tuple[int, ...], list[_Flat]] = {}
 
     def gathers(self, params: Sequence[ParameterFacts]) -> tuple[Collective, ...]:
-        """What makes them whole; nothing over one rank."""
+        """Return the all-gathers that make parameters whole, none over a single rank."""
         return tuple(flat.gather for flat in self._flats(params) if flat.gather.ranks > 1)
 
     def reductions(self, params: Sequence[ParameterFacts]) -> list[tuple[list[ParameterFacts], tuple[Collective, ...]]]:
-        """Those whose gradients travel together, and how: by one collective, or where no ranks share rows by none."""
+        """Return the parameters whose gradients travel together, with their reduce-scatter, none over a single rank."""
         return [
             ([params[place] for place in flat.places], (flat.reduction,) if flat.reduction.ranks > 1 else ())
             for flat in self._flats(params)
@@ -49,16 +56,15 @@ class ZeroTraffic:
         ]
 
     def _flats(self, params: Sequence[ParameterFacts]) -> list[_Flat]:
-        key = tuple([id(one.kind) for one in params])
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = list(self._make(params))
-        return found
+        key = tuple([id(param.kind) for param in params])
+        if key not in self._flats_of:
+            self._flats_of[key] = list(self._make(params))
+        return self._flats_of[key]
 
     def _make(self, params: Sequence[ParameterFacts]) -> Iterator[_Flat]:
         together: dict[object, list[int]] = {}
-        for place, one in enumerate(params):
-            kind = one.kind
+        for place, param in enumerate(params):
+            kind = param.kind
             key = self._axes.rows_of(kind.cut_axes), kind.sharded, kind.is_trainable
             together.setdefault(key, []).append(place)
         for places in together.values():
@@ -73,13 +79,13 @@ class ZeroTraffic:
         size = sum(rows_per_rank(kind, ranks) * kind.row for kind in kinds)
         gather = Collective("all_gather", name, ranks, size * itemsize(computed), computed, over)
         reduction = None
-        if kinds[0].is_trainable:  # with a flag for each parameter
-            held = ranks * (size + len(kinds)) * itemsize(reduced)
-            reduction = Collective("reduce_scatter", name, ranks, held, reduced, over)
+        if kinds[0].is_trainable:  # a flag for each parameter travels with its gradient
+            nbytes = ranks * (size + len(kinds)) * itemsize(reduced)
+            reduction = Collective("reduce_scatter", name, ranks, nbytes, reduced, over)
         return _Flat(tuple(places), gather, reduction)
 
     def _chunks(self, kinds: Sequence[ParameterKind], ranks: int) -> Iterator[tuple[int, int]]:
-        """On CPU as many as fit a slot of shared memory: ranges."""
+        """Yield ranges of parameters that travel together: all, or on CPU as many as fit a slot of shared memory."""
         start, size = 0, 0
         for number, kind in enumerate(kinds if self._on_cpu else ()):
             wide = max(itemsize(kind.sharded[0]), itemsize(kind.sharded[2]))
@@ -92,15 +98,17 @@ class ZeroTraffic:
 
 
 def together(units: Sequence[Unit]) -> list[Unit]:
-    """Units that are whole for all of a step: those that follow each other as one while they are small, as
-    `colossus.data_parallel.zero.blocks.in_buckets` has them. Each with its first block."""
-    found: list[tuple[int, list[ParameterFacts]]] = []
+    """Join small units that follow each other, as `colossus.data_parallel.zero.blocks.in_buckets` does.
+
+    The units stay whole for a step. A joined unit has the block of its first.
+    """
+    joined: list[tuple[int, list[ParameterFacts]]] = []
     size = 0
     for block, params in units:
-        nbytes = sum(one.kind.elements * itemsize(one.kind.dtype) for one in params)
-        if not found or size + nbytes > SLOT_BYTES:
-            found.append((block, []))
+        nbytes = sum(param.kind.elements * itemsize(param.kind.dtype) for param in params)
+        if not joined or size + nbytes > SLOT_BYTES:
+            joined.append((block, []))
             size = 0
-        found[-1][1].extend(params)
+        joined[-1][1].extend(params)
         size += nbytes
-    return list(found)
+    return list(joined)

@@ -245,7 +245,7 @@ def test_where_nothing_fits_the_nearest_is_told(
     assert main(line(config, "--memory", "60GB")) == 2
     err = capsys.readouterr().err
     assert (
-        "no plan of 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
+        "no plan for 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB too" in err
     )
     assert "data 2 x tensor 8 (1d)" in err
     assert ["activations", "25.0", "GB"] in [row.split()[:3] for row in err.splitlines()]
@@ -373,4 +373,4 @@ def test_what_is_found_can_be_launched(config: str, capsys: pytest.CaptureFixtur
         assert plan["tokens_per_step"] == 32 * 32
         assert sum(plan["parts"].values()) == pytest.approx(plan["step_seconds"])
     assert main([*words, "--memory", "20KB"]) == 2
-    assert "no plan of 4 devices of 20.0 KB fits" in capsys.readouterr().err
+    assert "no plan for 4 devices of 20.0 KB fits" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_colossus_plan_asks_the_same(search: FakeSearch, tmp_path: Path) -> None
         (
             dict(auto=dict(memory="1000 B")),
             ["--nproc", "2"],
-            "24 B more than there is; 1.00 KB of it are activations:\n  parallel.data=2",
+            "24 B too much; 1.00 KB of it are activations:\n  parallel.data=2",
         ),
         (dict(auto=dict(memory="much")), ["--nproc", "2"], "parallel.auto.memory: 'much' is no size of memory"),
         (dict(auto=dict(hardware="h10")), ["--nproc", "2"], "did you mean H100?"),

@@ -14,7 +14,7 @@ import pytest
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.context.grid import build_grid
 from colossus.planner.candidates import Candidate, plans
-from colossus.planner.kept import Kept
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.model_layouts import layouts
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=64, num_heads=4, vocab_size=64, seq_len=32)
@@ -182,9 +182,9 @@ def test_what_is_kept_stays() -> None:
 def test_a_wrong_keep_is_told_in_words() -> None:
     config = load_config(dict(model=GPT))
     with pytest.raises(ConfigError, match=r"parallel\.pipelin: no such key; did you mean parallel\.pipeline\?"):
-        Kept.of(config, dict(pipelin=2))
+        FixedKeys.of(config, dict(pipelin=2))
     with pytest.raises(ConfigError, match=r"parallel\.tensor\.size: must be at least 1, got 0"):
-        Kept.of(config, dict(tensor=0))
+        FixedKeys.of(config, dict(tensor=0))
 
 
 def test_a_strategy_of_the_file_has_its_own_say_on_zero() -> None:
