@@ -4,15 +4,29 @@ import os
 
 import pytest
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU wherever they run: real devices are for scripts/test-gpu
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("devices", "tests of real devices (tests/gpu, scripts/test-gpu)")
+    group.addoption(
+        "--device", choices=("auto", "cuda", "cpu"),
+        help="run tests/gpu on this device (auto: CUDA, else what runs on the CPU); without the option they are skipped",
+    )  # fmt: skip
+    group.addoption("--budget", type=float, default=600.0, metavar="SECONDS", help="skip what has not begun by then")
+    group.addoption("--report", metavar="FOLDER", help="write gpu.jsonl there (default: $OUT, or a new folder)")
 
 
 def runs_tests(config: pytest.Config) -> bool:
-    """Whether this process does; with ``-n`` the first only hands them out, and would import for seconds in vain."""
-    return config.getoption("dist", "no") == "no"
+    """Return whether this process forks ranks of the CPU.
+
+    With ``-n`` the first process only hands tests out and would import for seconds in vain. Of ``--device`` no process
+    does: a backward in the process that forks would start torch's threads of CUDA.
+    """
+    return config.getoption("dist", "no") == "no" and config.getoption("device") is None
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("device") is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests are of the CPU wherever they run
     if not runs_tests(config):
         return
     import torch

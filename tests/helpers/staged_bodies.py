@@ -1,20 +1,13 @@
-"""Ranks that share the device under gloo: what they exchange goes through the host, in the right order of events.
-
-Where a case lets the device sleep, a copy that did not wait for it, or memory that was given away before it was read,
-gives other numbers. On the CPU nothing is staged, and the values alone are checked.
-"""
+"""Bodies of two ranks that exchange tensors of a device: every collective, messages, and the order of events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.ranks import RankPool
-from benchmarks.gpu.section import Case, Figures, LeftOut
 from colossus.comm import collectives, objects, shared_memory, uneven
 from colossus.comm.links import Links
 from colossus.context.grid import RankGrid
@@ -23,39 +16,16 @@ from colossus.context.parallel_context import ParallelContext
 
 WORLD = 2
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
-#: numbers of a buffer, 1 MB; several are written over
+#: numbers of a buffer, 1 MB; number of buffers that are written over
 SIZE, COUNT = 1 << 18, 8
-
-Body = Callable[[AxisGroup, torch.device], None]
-
 #: cycles for which a stream sleeps: some 50 ms
 CYCLES = 100_000_000
 
-
-def cases(device: torch.device, budget: float) -> Iterator[Case]:
-    pool = RankPool(device)
-    for shared in (True, False):
-        way = "shared memory" if shared else "c10d"
-        for name, body in {"every collective": every_collective, "messages": messages}.items():
-            yield Case(f"{name} through {way}", partial(_on_ranks, pool, body, shared))
-        for name, body in ORDERED.items():
-            yield Case(f"{name}, through {way}", partial(_on_device, pool, body, shared))
-    pool.close()
+Body = Callable[[AxisGroup, torch.device], None]
 
 
-def _on_device(pool: RankPool, body: Body, shared: bool) -> Figures:
-    if pool.device.type == "cpu":
-        raise LeftOut("no CUDA device: the CPU has one stream, and nothing is staged")
-    return _on_ranks(pool, body, shared)
-
-
-def _on_ranks(pool: RankPool, body: Body, shared: bool) -> Figures:
-    pool.run(WORLD, in_context, body, shared)
-    return {"ranks": WORLD}
-
-
-def in_context(rank: int, device: torch.device, body: Body, shared: bool) -> None:
-    """Body of a rank: ``body(group, device)`` with a group of all ranks."""
+def run_body(rank: int, device: torch.device, body: Body, shared: bool) -> None:
+    """Run ``body(group, device)`` on a rank, with a group of all ranks."""
     shared_memory.enable(shared)
     sizes = {"pipeline": 1, "data": 1, "sequence": 1, "tensor": WORLD}
     grid = RankGrid(sizes, {name: (name,) for name in sizes})
@@ -68,7 +38,7 @@ def in_context(rank: int, device: torch.device, body: Body, shared: bool) -> Non
 
 
 def every_collective(group: AxisGroup, device: torch.device) -> None:
-    """Each, in each dtype, of dense and strided tensors, recorded and not, against what it means."""
+    """Compare each collective, in each dtype, of dense and strided tensors, with what it means."""
     me = group.index
     for dtype in DTYPES:
         of_rank = [(torch.arange(24).view(4, 6) % 7 + rank).to(dtype) for rank in range(WORLD)]
@@ -77,8 +47,8 @@ def every_collective(group: AxisGroup, device: torch.device) -> None:
             require(collectives.all_reduce(x, group).wait(), total, "all_reduce")
             require(collectives.all_reduce(x, group, op="max").wait(), of_rank[-1], "all_reduce of the maximum")
             require(x, of_rank[me], "the input of all_reduce")
-            given = x.clone()
-            require(collectives.all_reduce(given, group, owned=True).wait(), total, "all_reduce in place")
+            copy = x.clone()
+            require(collectives.all_reduce(copy, group, owned=True).wait(), total, "all_reduce in place")
             for dim in (0, 1):
                 require(collectives.all_gather(x, group, dim).wait(), torch.cat(of_rank, dim), "all_gather")
                 scattered = collectives.reduce_scatter(x, group, dim).wait()
@@ -98,7 +68,7 @@ def every_collective(group: AxisGroup, device: torch.device) -> None:
 
 
 def messages(group: AxisGroup, device: torch.device) -> None:
-    """Lists of tensors both ways, and an object."""
+    """Send lists of tensors both ways, and an object."""
     other = 1 - group.index
     links = Links(group, [(0, 1), (1, 0)], device)
     sent = [numbers(device, group.index), torch.tensor(True, device=device), torch.empty(0, 3, device=device)]
@@ -123,7 +93,7 @@ def numbers(device: torch.device, seed: int) -> Tensor:
 
 
 def sleep(device: torch.device) -> None:
-    """Let the current stream of a device be behind."""
+    """Keep the current stream of a CUDA device busy."""
     if device.type == "cuda":
         torch.cuda._sleep(CYCLES)
 
@@ -135,7 +105,7 @@ def total_of_all(seed: int) -> Tensor:
 
 
 def what_is_sent_is_there(group: AxisGroup, device: torch.device) -> None:
-    """A tensor that the device has yet to compute; once a collective is started it may be changed."""
+    """Send a tensor that the device has yet to compute, and change it once the collective is started."""
     x = torch.zeros(SIZE, device=device)
     sleep(device)
     x.add_(numbers(device, group.index))
@@ -153,20 +123,20 @@ def what_is_sent_is_there(group: AxisGroup, device: torch.device) -> None:
 
 
 def what_comes_back_is_read_first(group: AxisGroup, device: torch.device) -> None:
-    """The copy back waits behind a stream that sleeps, while the memory of the host is asked for again."""
+    """Let the copy back wait behind a stream that sleeps, while the memory of the host is asked for again."""
     for owned in (False, True):
         pending = [collectives.all_reduce(numbers(device, group.index + seed), group, owned=owned) for seed in range(4)]
         sleep(device)
-        found = [one.wait() for one in pending]
+        sums = [one.wait() for one in pending]
         pending.clear()
-        kept = [torch.full((SIZE,), torch.nan, pin_memory=device.type == "cuda") for _ in range(COUNT)]
-        for seed, total in enumerate(found):
+        overwritten = [torch.full((SIZE,), torch.nan, pin_memory=device.type == "cuda") for _ in range(COUNT)]
+        for seed, total in enumerate(sums):
             require(total, total_of_all(seed), f"sum {seed}")
-        del kept
+        del overwritten
 
 
 def another_stream_waits_for_it(group: AxisGroup, device: torch.device) -> None:
-    """Started on one stream, wanted on another that is behind."""
+    """Start a sum on one stream and wait for it on another that is behind."""
     x = numbers(device, group.index)
     sleep(device)
     x.mul_(2)
@@ -182,6 +152,7 @@ def another_stream_waits_for_it(group: AxisGroup, device: torch.device) -> None:
     require(doubled, total_of_all(0) * 4, "the sum")
 
 
+BODIES: dict[str, Body] = {"every collective": every_collective, "messages": messages}
 ORDERED: dict[str, Body] = {
     "what is sent is there": what_is_sent_is_there,
     "what comes back is read first": what_comes_back_is_read_first,
@@ -189,8 +160,8 @@ ORDERED: dict[str, Body] = {
 }
 
 
-def require(found: Any, wanted: Tensor, what: str) -> None:
-    same = torch.equal(found.cpu(), wanted)
-    assert same, (
-        f"{what} of {wanted.dtype} has {(found.cpu() != wanted).sum().item()} wrong of {wanted.numel()} numbers"
+def require(tensor: Any, expected: Tensor, name: str) -> None:
+    wrong = 0 if torch.equal(tensor.cpu(), expected) else (tensor.cpu() != expected).sum().item()
+    assert torch.equal(tensor.cpu(), expected), (
+        f"{name} of {expected.dtype} has {wrong} wrong of {expected.numel()} numbers"
     )

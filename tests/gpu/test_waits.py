@@ -1,25 +1,26 @@
-"""That the host runs ahead of the device: between two logging steps no step waits for what it has told the device.
+"""The host runs ahead of the device: between two logging steps no step waits for what it has queued.
 
-It is at most one step ahead: each step reads numbers of the one before, which `_runs_ahead` therefore leaves time for.
+The host is at most one step ahead: each step reads numbers of the step before. On devices that do not exist the default
+run counts waits (`tests/engine/test_device_steps.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from helpers.device_ranks import DeviceRanks
 from helpers.training import batch_of, config_of
 
 import colossus
-from benchmarks.gpu.section import Case, Figures, LeftOut
 from colossus.engine.engine import Engine
 
 MODEL: dict[str, Any] = dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=53, seq_len=16)
-#: what is changed of a config in fp32 that clips
+#: precision, and the sections that differ from a config that clips
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp32": ("fp32", {}),
     "fp64": ("fp64", {}),
@@ -36,30 +37,22 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "z-loss and smoothing": ("fp32", dict(model=dict(z_loss=1e-2, label_smoothing=0.1))),
     "SGD": ("fp32", dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.0))),
 }
-#: of `torch.cuda._sleep`, in half of which the host has to be through with a step
+#: seconds of `torch.cuda._sleep`; the host must finish a step in half of them
 SLEEP_SECONDS = 2.0
 
 
-def cases(device: torch.device, budget: float) -> Iterator[Case]:
-    for name, (precision, more) in CONFIGS.items():
-        yield Case(name, partial(_steps, device, precision, more))
-    yield Case("the host is ahead of a busy device", partial(_runs_ahead, device))
-    yield Case("a wait is found", partial(_is_found, device))
-
-
-def _engine(device: torch.device, precision: Any, **more: Any) -> Engine:
-    if device.type != "cuda":
-        raise LeftOut("no CUDA device; on fake ones the suite counts waits (tests/engine/test_device_steps.py)")
+def make_engine(precision: Any, **more: Any) -> Engine:
     config = config_of({}, 100, precision, device="cuda", **{**more, "model": {**MODEL, **more.get("model", {})}})
     return colossus.initialize(config)
 
 
-def _batch(device: torch.device) -> dict[str, torch.Tensor]:
+def make_batch(device: torch.device) -> dict[str, torch.Tensor]:
     return {key: value.to(device) for key, value in batch_of(0, MODEL).items()}
 
 
 @contextmanager
-def _no_waits() -> Iterator[None]:
+def no_waits() -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -68,25 +61,37 @@ def _no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _steps(device: torch.device, precision: Any, more: dict[str, Any]) -> Figures:
-    """The first steps may wait: optimizer state is made, shapes are new."""
-    engine = _engine(device, precision, **more)
-    batch = _batch(device)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_wait_for_nothing(cuda: torch.device, ranks: DeviceRanks, name: str) -> None:
+    loss = ranks.run_one(run_steps, name)
+    assert 0 < loss < 10, f"the loss is {loss}"
+
+
+def run_steps(rank: int, device: torch.device, name: str) -> float:
+    """Return the loss of the last step; the first steps may wait: optimizer state is made, shapes are new."""
+    precision, more = CONFIGS[name]
+    engine, batch = make_engine(precision, **more), make_batch(device)
     for _ in range(3):
         engine.train_step(batch)
-    with _no_waits():
+    with no_waits():
         for _ in range(4):
             result = engine.train_step(batch)
     loss = result.loss
     engine.close()
-    assert 0 < loss < 10, f"the loss is {loss}"
-    return {"steps": 4, "loss": loss}
+    return loss
 
 
-def _runs_ahead(device: torch.device) -> Figures:
-    """A step is given to a device that is busy for longer than the host needs for it."""
-    engine = _engine(device, "bf16")
-    batch = _batch(device)
+def test_the_host_is_ahead_of_a_busy_device(
+    cuda: torch.device, ranks: DeviceRanks, figures: Callable[[Any], None]
+) -> None:
+    host, device_seconds = ranks.run_one(run_ahead)
+    figures({"host ms for a step": 1000 * host, "device busy s": device_seconds})
+    assert host < device_seconds / 2, f"the host queued a step in {host:.2f} s of {device_seconds:.2f} s"
+
+
+def run_ahead(rank: int, device: torch.device) -> tuple[float, float]:
+    """Queue a step behind a kernel that takes longer than the host needs; return seconds of host and device."""
+    engine, batch = make_engine("bf16"), make_batch(device)
     for _ in range(3):
         engine.train_step(batch)
     for _ in range(2):  # the first brings the clocks up
@@ -102,22 +107,22 @@ def _runs_ahead(device: torch.device) -> Figures:
     torch.cuda.synchronize()
     device_seconds = time.perf_counter() - begin
     engine.close()
-    assert host < device_seconds / 2, f"the host was through with a step after {host:.2f} s of {device_seconds:.2f} s"
-    return {"host ms for a step": 1000 * host, "device busy s": device_seconds}
+    return host, device_seconds
 
 
-def _is_found(device: torch.device) -> Figures:
-    """The mode that the others rely on raises where a step waits."""
-    engine = _engine(device, "fp32")
-    batch = _batch(device)
+def test_a_wait_raises(cuda: torch.device, ranks: DeviceRanks) -> None:
+    message = ranks.run_one(wait_in_a_step)
+    assert "synchroniz" in message, f"a planted item() in a step raised {message}"
+
+
+def wait_in_a_step(rank: int, device: torch.device) -> str:
+    engine, batch = make_engine("fp32"), make_batch(device)
     engine.train_step(batch)
     weight = next(engine.model.parameters())
     weight.register_hook(lambda grad: grad * grad.sum().sign().item() ** 2)
-    raised = "nothing"
     try:
-        with _no_waits():
+        with no_waits():
             engine.train_step(batch)
     except RuntimeError as error:
-        raised = str(error)
-    assert "synchroniz" in raised, f"a planted item() in a step raised {raised}"
-    return {"found": "item()"}
+        return str(error)
+    return "nothing"
