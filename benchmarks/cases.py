@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from benchmarks.workload import Workload
 
 REFERENCE, LOW_REFERENCE = "serial", "serial-bf16"
@@ -36,6 +38,8 @@ class Kind:
         reference: the case whose losses and norms it must show.
         tolerance: how far off they may be, relative (below 1: absolute).
         in_default: whether it runs where no cases are named.
+        tf32: whether products of fp32 are computed in TensorFloat-32.
+        compiled: whether `torch.nn.Module.compile` compiles each block on its own.
     """
 
     name: str
@@ -47,11 +51,13 @@ class Kind:
     reference: str = REFERENCE
     tolerance: float = TOLERANCE
     in_default: bool = True
+    tf32: bool = False
+    compiled: bool = False
 
     @property
     def precision(self) -> str:
-        """Of its products."""
-        return "bf16" if self.tolerance == LOW_TOLERANCE else "fp32"
+        """Return the precision of the products."""
+        return "bf16" if self.tolerance == LOW_TOLERANCE and not self.tf32 else "fp32"
 
     def load(self) -> Callable[..., Case]:
         """The class of the case. Imported on demand, and best before forking: once instead of on every rank."""
@@ -59,16 +65,37 @@ class Kind:
         return maker
 
     def build(self, workload: Workload, rank: int) -> Case:
-        return self.load()(workload, rank, self.world, **dict(self.options))
+        if self.tf32:
+            torch.set_float32_matmul_precision("high")
+        case: Any = self.load()(workload, rank, self.world, **dict(self.options))
+        if self.compiled:
+            dynamo: Any = importlib.import_module("torch._dynamo")
+            dynamo.config.fail_on_recompile_limit_hit = True
+            for block in case.model.blocks:
+                block.compile()
+        return case
+
+
+#: one process in other precisions: the end of the names of plain torch's case and of ours, and what they have
+_SERIAL: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "tf32": dict(tf32=True),
+    "bf16-compiled": dict(compiled=True),
+    "tf32-compiled": dict(tf32=True, compiled=True),
+}
 
 
 def _kinds() -> dict[str, Kind]:
     kinds = [
         Kind("serial", 1, "plain", "PlainCase"),
         Kind("colossus", 1, "ours", "ColossusCase", peers=("serial",)),
-        Kind("serial-bf16", 1, "plain", "PlainCase", (("low", True),), tolerance=LOW_TOLERANCE, in_default=False),
-        _low("colossus-bf16", 1, "ours", "ColossusCase", (("precision", "bf16"),), ("serial-bf16",)),
     ]
+    for suffix, more in _SERIAL.items():
+        low = "bf16" in suffix
+        shared = dict(reference=f"serial-{suffix}", tolerance=LOW_TOLERANCE, in_default=False, **more)
+        plain, ours = ((("low", True),), (("precision", "bf16"),)) if low else ((), ())
+        kinds.append(Kind(f"serial-{suffix}", 1, "plain", "PlainCase", plain, **(shared | {"reference": REFERENCE})))
+        kinds.append(Kind(f"colossus-{suffix}", 1, "ours", "ColossusCase", ours, (f"serial-{suffix}",), **shared))
     for n in (2, 4):
         kinds += [*_whole(n), *_sharded(n), *_in_bf16(n)]
     return {kind.name: kind for kind in kinds}

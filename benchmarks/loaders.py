@@ -2,6 +2,7 @@
 
     python -m benchmarks.loaders
     python -m benchmarks.loaders --only "tuples, stream" --batch 64
+    python -m benchmarks.loaders --device cuda      # steps that read their batches beside steps that have one there
 
 One process with one thread, as a rank is. Each block reads the same number of batches from both, one after the other;
 the first batch, which starts workers, is not timed. The last column is ours over torch's. All kinds but the "drawing"
@@ -20,7 +21,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import colossus
 from benchmarks import common
+from benchmarks.common import Series
+from benchmarks.timing import seconds_per_call, take_turns
+from benchmarks.undrawn import fill, undrawn
 from colossus.data import build_loaders
 
 SEQ_LEN, SAMPLES = 64, 1 << 14
@@ -108,15 +113,72 @@ def ours(data: Any, batch: int, workers: int) -> Iterator[Any]:
     return iter(build_loaders(config, seed=0, global_batch_size=batch, data_rank=0, data_size=1).train)
 
 
+# -- steps that read their batches ------------------------------------------------------------------------------
+
+#: batches that each worker of torch's DataLoader reads ahead
+READ_AHEAD = 2
+
+
+def fed_config(kind: str, on_gpu: bool) -> dict[str, Any]:
+    """Return the config of a GPT on windows of tokens, or of a ViT whose batch is 77 MB on a GPU."""
+    hidden, layers, batch, side = (1024, 8, 256, 224) if on_gpu else (32, 1, 4, 32)
+    model: dict[str, Any] = dict(num_layers=layers, hidden_size=hidden, num_heads=max(2, hidden // 64))
+    if kind == "token windows":
+        model |= dict(type="GPT", vocab_size=50_257, seq_len=SEQ_LEN)
+        return dict(model=model, data=dict(type=partial(Samples, window)), train=dict(global_batch_size=batch))
+    model |= dict(type="ViT", image_size=side, patch_size=16, num_classes=10)
+    pixels = torch.randn(16, 3, side, side)
+    make = lambda index: {"inputs": pixels[index % 16], "labels": torch.tensor(index % 10)}  # noqa: E731
+    return dict(model=model, data=dict(type=partial(Samples, make)), train=dict(global_batch_size=batch // 2))
+
+
+def time_fed_steps(kind: str, device: torch.device, workers: int, seconds: float) -> Series:
+    """Return seconds of steps whose batch comes from the engine's loader, and of steps whose batch is on the device."""
+    config = fed_config(kind, device.type == "cuda")
+    config["data"]["num_workers"] = workers
+    config["train"] |= dict(precision="bf16" if device.type == "cuda" else "fp32", steps=100_000)
+    with undrawn():
+        engine = colossus.initialize({**config, "optimizer": {"type": "AdamW", "lr": 1e-4}, "device": device.type})
+    fill(engine.model)
+    batch = next(engine.loader)
+
+    def fed(calls: int) -> float:
+        for _ in range(READ_AHEAD * workers):  # batches that were read while the other case had its turn
+            engine.train_step(next(engine.loader))
+        return seconds_per_call(lambda: engine.train_step(next(engine.loader)), device, calls)
+
+    resident = partial(seconds_per_call, lambda: engine.train_step(batch), device)
+    series = take_turns({"loader": fed, "resident": resident}, seconds)
+    engine.close()
+    return series
+
+
+def main_fed(arguments: Any) -> None:
+    rows, results = [], {}
+    for kind in ("token windows", "images"):
+        for workers in (0, 2):
+            case = f"{kind}, {workers} workers"
+            common.progress(case)
+            series = results[case] = time_fed_steps(kind, torch.device(arguments.device), workers, arguments.blocks)
+            milliseconds = (f"{1e3 * common.Spread.of(taken).median:.2f}" for taken in series.values())
+            rows.append((case, *milliseconds, common.ratio(series, "loader", "resident")))
+    common.progress("")
+    common.print_table("steps: ms", ("case", "with a loader", "without", "with / without"), rows)
+    common.write_json(arguments.json, {"cases": results})
+
+
 def main() -> None:
     parser = common.make_parser(__doc__, blocks=7)
     parser.add_argument("--batch", type=int, default=1024, help="samples of a batch (default %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="batches of a block (default %(default)s)")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name has this in it")
+    parser.add_argument("--device", metavar="DEVICE", help="cuda or cpu: steps of a model that read their batches")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.blocks, arguments.batch, arguments.steps = 2, 32, 1
     torch.set_num_threads(1)
+    if arguments.device:
+        return main_fed(arguments)
     rows, results = [], {}
     for name, make in KINDS.items():
         for kind, data, numbers in (("map", Samples(make), (0, 2)), ("stream", Stream(make), (0,))):

@@ -129,13 +129,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of the whole sequence (default %(default)s)")
     parser.add_argument("--local", type=int, default=1024, help="tokens of a rank for memory (default %(default)s)")
     parser.add_argument("--train", type=int, default=16384, help="tokens of the training run (default %(default)s)")
+    parser.add_argument("--device", default="cpu", help="of all ranks: cpu (default) or cuda, for attention alone")
     args = parser.parse_args()
     if args.smoke:
         args.tokens, args.local, args.train, args.blocks = 128, 32, 64, 1
     counts = [2, 4] if args.smoke else [2, 4, 8]
-    shape = Shape(args.tokens)
+    shape = Shape(args.tokens, device=args.device)
     rows = attention(shape, [("ring", 2), ("ring", 4), ("ulysses", 4), ("hybrid", 4)], args.blocks)
     report(rows, shape)
+    if args.device != "cpu":  # memory is read from the allocator of the CPU
+        return write_json(args.json, {"attention": rows})
     peaks = memory_of(lambda n: Shape(args.local * n), "ring", counts)
     print_table(
         f"peak memory of forward and backward on top of inputs, ring, {args.local} tokens on each rank",

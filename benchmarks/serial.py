@@ -1,11 +1,12 @@
 """One process without parallelism: colossus against the plain torch loop that also clips and reads the loss.
 
     python -m benchmarks.serial
-    python -m benchmarks.serial --precision bf16 --device cuda
+    python -m benchmarks.serial --device cuda --hidden 2048 256 --precision fp32 tf32 bf16 bf16-compiled
 
 The plain loop runs twice, so that the noise (the same code against itself) stands beside the figure; with it comes the
-peak of the tensor bytes of both. In bf16 it runs under `torch.autocast`. On a GPU whose peak is known the share of it
-that is reached (MFU) is printed, too; a GPU has not been at hand so far.
+peak of the tensor bytes of both. In bf16 the plain loop runs under `torch.autocast`; ``compiled`` compiles each block
+of both. On a GPU nobody reads a loss while the clock runs, and the share of its peak that is reached (MFU) is printed
+where the peak is known. No GPU has been at hand so far.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from collections.abc import Sequence
 
 from benchmarks import train_step
 
-NAMES = {"fp32": ["serial", "colossus", "serial"], "bf16": ["serial-bf16", "colossus-bf16", "serial-bf16"]}
+PRECISIONS = ("fp32", "bf16", "tf32", "bf16-compiled", "tf32-compiled")
+
+
+def names_of(precision: str) -> list[str]:
+    suffix = "" if precision == "fp32" else f"-{precision}"
+    return [f"serial{suffix}", f"colossus{suffix}", f"serial{suffix}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = train_step.make_parser(__doc__, blocks=30)
-    parser.add_argument("--precision", nargs="+", choices=list(NAMES), default=["fp32"], help="(default fp32)")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda; memory is measured on the CPU only")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default fp32)")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     arguments = parser.parse_args(argv)
-    names = [name for precision in arguments.precision for name in NAMES[precision]]
+    names = [name for precision in arguments.precision for name in names_of(precision)]
     return train_step.run(arguments, names, title="one process: ", device=arguments.device)
 
 

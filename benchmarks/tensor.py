@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import common, plot
 from benchmarks.common import Series
@@ -169,6 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--worlds", type=int, nargs="+", choices=worlds, metavar="N",
         help=f"only cases on so many ranks, from: {', '.join(map(str, worlds))}",
     )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="of all ranks: cpu (default) or cuda, which they share")
     parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default 2, at hidden < 256 20)")
     parser.add_argument(
         "--microbatches", type=int, default=8, metavar="N",
@@ -202,10 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if obstacle:
         parser.error(obstacle)
     a = arguments
-    workload = Workload(hidden=a.hidden, layers=1, heads=a.heads, tokens=a.tokens, batch=a.batch, vocab=1)
+    sizes: dict[str, Any] = dict(hidden=a.hidden, heads=a.heads, tokens=a.tokens, batch=a.batch, device=a.device)
+    workload = Workload(layers=1, vocab=1, **sizes)
     steps, blocks, microbatches = a.steps_per_block or (2 if a.hidden >= 256 else 20), a.blocks, a.microbatches
     if a.smoke:
-        workload, steps, blocks, microbatches = SMOKE, 1, 2, min(2, microbatches)
+        workload, steps, blocks, microbatches = replace(SMOKE, device=a.device), 1, 2, min(2, microbatches)
     if workload.hidden % workload.heads:
         parser.error(f"--hidden {workload.hidden} does not divide into --heads {workload.heads}")
     labels, skipped = choose(arguments, workload)

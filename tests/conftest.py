@@ -9,7 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("devices", "tests of real devices (tests/gpu, scripts/test-gpu)")
     group.addoption(
         "--device", choices=("auto", "cuda", "cpu"),
-        help="run tests/gpu on this device (auto: CUDA, else what runs on the CPU); without the option they are skipped",
+        help="run tests/gpu on this device (auto: CUDA, else what runs on the CPU); without it they are skipped",
     )  # fmt: skip
     group.addoption("--budget", type=float, default=600.0, metavar="SECONDS", help="skip what has not begun by then")
     group.addoption("--report", metavar="FOLDER", help="write gpu.jsonl there (default: $OUT, or a new folder)")

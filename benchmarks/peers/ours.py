@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 import colossus
 from benchmarks.undrawn import undrawn
-from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
 from colossus.engine.results import StepResult
 
@@ -18,7 +20,6 @@ class ColossusCase:
         zero: stage of ZeRO over the data ranks.
         weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
         precision: ``train.precision``.
-        state: the initial weights, where they were made before.
         checkpoint: the config's section.
     """
 
@@ -34,7 +35,6 @@ class ColossusCase:
         weights: str = "matmul",
         precision: str = "fp32",
         recompute: Any = "none",
-        state: State | None = None,
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
         w = workload
@@ -61,13 +61,20 @@ class ColossusCase:
         }
         with undrawn():
             self.engine = colossus.initialize(config)
-        load_full_state_dict(self.engine.model, w.state() if state is None else state, self.engine.context)
+        load_full_state_dict(self.engine.model, w.state(w.device), self.engine.context)
         pairs = w.batches(part=self.engine.context.index("data"), parts=data)
         device = self.engine.device
         self.batches = [{"inputs": ids.to(device), "labels": labels.to(device)} for ids, labels in pairs]
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """Return the model, called once: what layers note at their first call would be a graph of its own."""
+        with torch.no_grad():
+            self.engine.model(self.batches[0]["inputs"][:1])
+        return self.engine.model
+
     def run(self, index: int) -> StepResult:
-        """A step whose result is not read: an accelerator is not waited for."""
+        """Run a step and do not read its result: an accelerator is not waited for."""
         return self.engine.train_step(self.batches[index % len(self.batches)])
 
     def step(self, index: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload, fuse_qkv
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
 
 #: what selective checkpointing keeps the results of: matmuls and attention
 KEPT = [
@@ -120,7 +120,6 @@ class PlainCase:
     Args:
         low: forward under autocast to bf16.
         recompute: the activations of a block, as `PlainGPT`.
-        state: the initial weights, where they were made before.
     """
 
     def __init__(
@@ -131,18 +130,17 @@ class PlainCase:
         *,
         low: bool = False,
         recompute: str = "none",
-        state: State | None = None,
     ) -> None:
         self.low, self.device = low, workload.device
         with torch.device(self.device):
             self.model = PlainGPT(workload, recompute=recompute)
-        self.model.load_state_dict(fuse_qkv(workload.state() if state is None else state))
+        self.model.load_state_dict(fuse_qkv(workload.state(workload.device)))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)
         self.batches = [(ids.to(self.device), labels.to(self.device)) for ids, labels in workload.batches()]
 
     def run(self, index: int) -> tuple[Tensor, Tensor]:
-        """A step whose loss and gradient norm are not read: an accelerator is not waited for."""
+        """Run a step and do not read its loss: an accelerator is not waited for."""
         ids, labels = self.batches[index % len(self.batches)]
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.low):
