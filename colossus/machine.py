@@ -101,7 +101,8 @@ def address_towards(host: str) -> str | None:
 
 def own_address() -> str:
     """The address of this machine for the other hosts of a run: that of gloo's interface where it is set, else that
-    from which the first rank's host (MASTER_ADDR) is reached, else the loopback's."""
+    from which the first rank's host (MASTER_ADDR) is reached, else the loopback's.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     own = interface_address(interface) if interface else None
     return own or address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK

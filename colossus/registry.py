@@ -36,11 +36,10 @@ class Registry:
         package: str | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> None:
-        """
-        Args:
-            builtin: name -> ``"package.module:attribute"``.
-            package: whose modules register classes.
-            refused: names that people know from elsewhere -> why there is none, and what to take.
+        """Args:
+        builtin: name -> ``"package.module:attribute"``.
+        package: whose modules register classes.
+        refused: names that people know from elsewhere -> why there is none, and what to take.
         """
         self.kind = kind
         self.refused = dict(refused or {})

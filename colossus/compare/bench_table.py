@@ -1,4 +1,4 @@
-"""What was measured of each plan: as a table, and as JSON with the times of all blocks. No torch."""
+"""The measurements of each plan, as a table and as JSON with the times of all blocks. No torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Measured:
-    """A plan, and what was measured of it.
+    """A plan and its measurements.
 
     Attributes:
-        plan: with its sizes, in words.
-        threads: of each rank.
-        blocks: of each block what its ranks say.
-        failure: why there is no more of it: one line.
+        plan: the plan with its sizes, in words.
+        threads: threads of each rank.
+        blocks: for each block, the measurements of all ranks.
+        failure: one line that says why the plan failed; None while it has not.
     """
 
     label: str
@@ -37,12 +37,12 @@ class Measured:
 
     @property
     def seconds(self) -> list[float]:
-        """Of a step in each block, on its slowest rank."""
+        """Seconds of a step in each block, on its slowest rank."""
         return [max(rank.seconds for rank in block) for block in self.blocks]
 
     @property
     def tokens(self) -> float:
-        """Of a step."""
+        """Tokens of a step."""
         return fmean(block[0].tokens for block in self.blocks)
 
     @property
@@ -52,19 +52,19 @@ class Measured:
     @property
     def mfu(self) -> float | None:
         ideal = [block[0].ideal_seconds for block in self.blocks]
-        known = [seconds for seconds in ideal if seconds is not None]
-        return fmean(known) / Spread.of(self.seconds).median if known else None
+        measured = [seconds for seconds in ideal if seconds is not None]
+        return fmean(measured) / Spread.of(self.seconds).median if measured else None
 
     @property
     def sent(self) -> dict[str, float]:
-        """Axis -> bytes that a rank sends along it in a step: of the rank that sends most."""
+        """Axis -> bytes that a rank sends along it in a step, on the rank that sends most."""
         ranks = range(self.ranks)
         axes = sorted({axis for block in self.blocks for rank in block for axis in rank.sent})
         return {axis: max(fmean(_bytes(block[rank], axis) for block in self.blocks) for rank in ranks) for axis in axes}
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak memory of the fullest rank in bytes."""
         return max(rank.peak_memory for rank in self.blocks[-1])
 
 
@@ -73,14 +73,14 @@ def _bytes(block: Block, axis: str) -> float:
 
 
 def over_first(plans: Sequence[Measured]) -> list[Spread | None]:
-    """Of each plan the time of a step over that of the first, block by block; None where one of them has failed."""
+    """Return the time of a step of each plan over that of the first, block by block; None where either has failed."""
     series = {str(number): plan.seconds for number, plan in enumerate(plans) if plan.failure is None}
     return [ratio(series, str(at), "0") if {str(at), "0"} <= series.keys() else None for at in range(len(plans))]
 
 
 def as_json(plans: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One object for each plan; of one that has failed why, and the blocks that it came to."""
-    found = []
+    """Return one object for each plan. A failed plan has the reason, and the blocks that it completed."""
+    rows = []
     for plan, against in zip(plans, over_first(plans), strict=True):
         row: dict[str, Any] = {"label": plan.label, "plan": plan.plan, "ranks": plan.ranks, "threads": plan.threads}
         row["failure"], row["block_step_seconds"] = plan.failure, plan.seconds
@@ -94,17 +94,17 @@ def as_json(plans: Sequence[Measured]) -> list[dict[str, Any]]:
                 "sent_bytes_per_step": plan.sent,
                 "peak_memory_bytes": plan.peak_memory,
             }
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def print_bench(plans: Sequence[Measured], console: Console, steps: int, *, counted: str, on_cuda: bool) -> None:
-    """Print a row for each plan, and what the columns are.
+    """Print a row for each plan, and the meaning of the columns.
 
     Args:
-        steps: of a block.
-        counted: what the loss counts.
-        on_cuda: whose memory is meant: that of the device, or of the process.
+        steps: steps of a block.
+        counted: the unit that the loss counts.
+        on_cuda: memory is that of the device, else that of the process.
     """
     columns = ("step", "quartiles", "time / first", f"{counted}/s", "MFU", "sent/step", "peak memory")
     rows = [_cells(plan, against) for plan, against in zip(plans, [None, *over_first(plans)[1:]], strict=True)]
@@ -112,13 +112,13 @@ def print_bench(plans: Sequence[Measured], console: Console, steps: int, *, coun
     done = [plan for plan in plans if plan.failure is None]
     lines = [f"{plan.label}: failed: {plan.failure}" for plan in plans if plan.failure is not None]
     if done:
-        memory = "of tensors on the device" if on_cuda else "resident, of the process with torch in it"
+        memory = "tensors on the device" if on_cuda else "resident set of the process, torch included"
         lines += [
             "",
             f"step: median and quartiles over {len(done[0].blocks)} blocks of the mean of {steps} steps; "
-            "time / first: of the ratios of blocks",
+            "time / first: median and quartiles of the ratios of blocks",
             "batches are read before the clock starts; sent: by the rank that sends most along the axis; "
-            f"memory: {memory}, the fullest rank",
+            f"memory: {memory}, on the fullest rank",
         ]
         lines += [f"{plan.label}: {plan.plan}; {plan.threads} thread(s) a rank" for plan in done]
     print_lines(console, lines)

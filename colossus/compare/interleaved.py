@@ -1,5 +1,7 @@
-"""Timing side by side: blocks in which all take turns, so that noise of the machine meets all, and ratios block by
-block. No torch."""
+"""Timing side by side, in blocks that take turns, and ratios block by block. No torch.
+
+Noise of the machine then falls on all runners alike.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ class Spread:
 
 
 def ratio(series: Series, name: str, against: str) -> Spread:
-    """Per-block time of ``name`` over that of ``against``: noise slower than a block is in both and cancels."""
+    """Return the time of ``name`` over that of ``against``, block by block. Noise slower than a block cancels."""
     return Spread.of([a / b for a, b in zip(series[name], series[against], strict=True)])
 
 
 def alternate(runners: Mapping[str, Callable[[], float]], blocks: int, *, label: str = "") -> Series:
-    """Seconds of every runner in every block.
+    """Return the seconds of every runner in every block.
 
-    Each block runs all of them once; the order turns round from block to block, so that a drift of the machine within a
+    Each block runs all of them once. The order turns round from block to block, so that a drift of the machine within a
     block falls on all alike.
     """
     series: Series = {name: [] for name in runners}
@@ -62,7 +64,7 @@ def alternate(runners: Mapping[str, Callable[[], float]], blocks: int, *, label:
 
 
 def unique(names: Sequence[str]) -> dict[str, str]:
-    """Label -> name; a name given twice is the same code against itself, labelled ``(again)``."""
+    """Return label -> name. A repeated name runs the same code against itself, and its label ends in ``(again)``."""
     labels: dict[str, str] = {}
     for name in names:
         label = name
@@ -73,7 +75,7 @@ def unique(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """What times depend on."""
+    """Return the properties of the machine and its software on which times depend."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "torch": importlib.metadata.version("torch"),

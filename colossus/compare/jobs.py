@@ -1,4 +1,4 @@
-"""What is to be run: every strategy under every plan with every seed, all checked before the first begins. No torch."""
+"""The runs of a comparison: every strategy under every plan with every seed, all checked before the first. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossus.compare.variants import check_plan, each_of, of_each
+from colossus.compare.variants import check_plan, make_all, unique_texts
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.launch import run_folder
 from colossus.launch.checks import check_given
 from colossus.launch.resume import AUTO
 
-#: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
+#: checkpoints are in the run folders; metrics count bytes; a run that was stopped resumes
 _OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", f"checkpoint.resume={AUTO}")
 _LONGEST_FOLDER = 100
-#: in the folder of the runs: how each ended, and the table
+#: the file in the folder of the runs with the end of each and the table
 RESULT = "compare.json"
 
 
@@ -29,10 +29,10 @@ class Job:
     """One run.
 
     Attributes:
-        label: what its row of the table is called: runs that differ in the seed alone share one.
-        seed: None where the config's is taken.
-        overrides: all of them, in the order in which they are laid over the file.
-        config: as it is resolved.
+        label: the name of its row in the table; runs that differ in the seed alone share one.
+        seed: the run's seed; None: the config's.
+        overrides: all overrides of the file, in the order in which they apply.
+        config: the resolved config.
     """
 
     label: str
@@ -49,12 +49,12 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """What the run prints."""
+        """The file with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.txt")
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has been run to its last step, or was done before that (`EarlyStop`) as `RESULT` says."""
+        """True if the run has come to its last step, or ended before that (`EarlyStop`) according to `RESULT`."""
         row = run_folder.last_metrics(self.folder)
         if row is None:
             return False
@@ -71,31 +71,31 @@ def make_jobs(
     nproc: int | None = None,
     root: Path | None = None,
 ) -> list[Job]:
-    """The runs in order: of each strategy all plans, of each of these all seeds.
+    """Return the runs in order: for each strategy all plans, for each of these all seeds.
 
     Args:
-        root: the folder of the run folders; by default one that the config's name and the time name.
+        root: the folder of the run folders; by default it is named for the config and the time.
 
     Raises:
-        ConfigError: with all that is wrong with any of them; what is wrong with all is said once.
+        ConfigError: with all problems of any of them; a problem of all is listed once.
     """
     if not strategies and not plans:
         raise ConfigError(
-            "nothing to compare: give --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
+            "nothing to compare: pass --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
             "--plans, for example --plans 'data=4' 'data=2 tensor=2'"
         )
     for text in overrides:
         if strategies and (text.partition("=")[0] + ".").startswith("parallel.strategy."):
             raise ConfigError(
-                f"{text}: --strategies says what the strategies are: write it into the text of each that it is for, "
+                f"{text}: --strategies sets the strategies: write the option into the text of a strategy, "
                 f"'{strategies[-1]} option=..'"
             )
-    pairs = itertools.product(each_of(strategies) or (None,), each_of(plans) or (None,))
-    given = {", ".join(filter(None, pair)): pair for pair in pairs}
+    pairs = itertools.product(unique_texts(strategies) or (None,), unique_texts(plans) or (None,))
+    variants = {", ".join(filter(None, pair)): pair for pair in pairs}
 
-    def of(label: str) -> list[Job]:
+    def jobs_of(label: str) -> list[Job]:
         nonlocal root
-        strategy, plan = given[label]
+        strategy, plan = variants[label]
         mine = list(overrides)
         mine += plan_overrides(plan) if plan is not None else []
         mine += strategy_overrides(strategy) if strategy is not None else []
@@ -104,7 +104,7 @@ def make_jobs(
         if config.checkpoint.resume not in (None, AUTO):
             raise ConfigError(
                 f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "
-                f"step; checkpoint.weights=.. gives them weights",
+                f"step; checkpoint.weights=.. loads weights for them",
                 config.source,
             )
         root = root or run_folder.default_folder(f"compare-{config.name}")
@@ -115,11 +115,11 @@ def make_jobs(
             jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
         return jobs
 
-    return [job for jobs in of_each(given, of) for job in jobs]
+    return [job for jobs in make_all(variants, jobs_of) for job in jobs]
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """What a launch checks before its processes start, of all jobs: run folders, models, data.
+    """Check all jobs as a launch checks them before its processes start: run folders, models, data.
 
     Raises:
         ConfigError: as `make_jobs`.
@@ -137,28 +137,28 @@ def check_jobs(jobs: Sequence[Job]) -> None:
                 checked.add(plan)
                 check_plan(job.config)
 
-    of_each(by_label, check)
+    make_all(by_label, check)
 
 
 def _check_folder(job: Job) -> None:
-    """Refuse the folder of a run with another config."""
+    """Raise ConfigError if the folder has a run with another config."""
     run_folder.check(job.folder, is_own=True)
     try:
-        held = json.loads((job.folder / run_folder.CONFIG).read_text())
+        stored = json.loads((job.folder / run_folder.CONFIG).read_text())
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(f"--out: {job.folder / run_folder.CONFIG} cannot be read: {error}") from None
     wanted = json.loads(json.dumps(as_dict(job.config), default=str))
-    if held != wanted:
-        different = [key for key in wanted if not isinstance(held, dict) or held.get(key) != wanted[key]]
+    if stored != wanted:
+        different = [key for key in wanted if not isinstance(stored, dict) or stored.get(key) != wanted[key]]
         raise ConfigError(
-            f"--out: the run in {job.folder} has another config ({', '.join(different)}): give another folder"
+            f"--out: the run in {job.folder} has another config ({', '.join(different)}): pass another folder"
         )
 
 
 def _done(result: Path) -> set[str]:
-    """Names of the runs that are done by what the last comparison wrote."""
+    """Return the names of the runs that are done according to the file of the last comparison."""
     try:
         return {run["name"] for run in json.loads(result.read_bytes())["runs"] if run["state"] == "done"}
     except (OSError, ValueError, LookupError, TypeError):
@@ -166,7 +166,7 @@ def _done(result: Path) -> set[str]:
 
 
 def _folder_name(label: str, seed: int | None) -> str:
-    """A file name for a label: readable, and another one for another label."""
+    """Return a readable file name for a label; different labels have different names."""
     plain = label.replace(", ", "-").replace(" ", "-")
     name = re.sub(r"[^\w.=,+()-]", "_", plain)[:_LONGEST_FOLDER]
     if name != plain:

@@ -1,4 +1,4 @@
-"""A table of which each row is one line, however narrow the terminal. No torch."""
+"""A table with one line for each row, however narrow the terminal. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def print_rows(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells: the label of the row, then one for each of the columns."""
+    """Print rows of cells: the label of the row, then one cell for each of the columns."""
     table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         column.no_wrap = True
@@ -21,13 +21,13 @@ def print_rows(console: Console, columns: Sequence[str], rows: Iterable[Sequence
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines as they are."""
+    """Print lines unchanged."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def seconds_text(value: float) -> str:
-    """``45.6 us``, ``12.3 ms`` or ``1.23 s``."""
+    """Return a time as ``45.6 us``, ``12.3 ms`` or ``1.23 s``."""
     if 0 < value < 1e-3:
         return f"{1e6 * value:.3g} us"
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -1,4 +1,4 @@
-"""``colossus compare``: check all runs, run what is not complete, print and write one table."""
+"""``colossus compare``: check all runs, run those that are not complete, print and write one table."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def run(
     """Run the job of a config file under each of the strategies and plans, one after the other, and compare them.
 
     Args:
-        strategies: ``"sgp overlap=1"``, see `strategy_overrides`; none: that of the file.
-        plans: ``"data=2 tensor=2"``, see `plan_overrides`; none: that of the file.
-        num_seeds: how often each runs, with ``train.seed`` one higher each time.
+        strategies: ``"sgp overlap=1"``, see `strategy_overrides`; without one, the strategy of the file.
+        plans: ``"data=2 tensor=2"``, see `plan_overrides`; without one, the plan of the file.
+        num_seeds: runs of each, with ``train.seed`` one higher each time.
         nproc: processes of every run; by default the product of the plan's sizes.
         out: folder of the runs, by default ``runs/compare-<name>-<time>``. Runs that are complete there are not run
-            again, others go on from their latest checkpoint, or anew.
-        dry_run: check everything, say what would run, start nothing.
+            again; others resume from their latest checkpoint, or begin anew.
+        dry_run: check everything, print the runs, start nothing.
 
     Returns:
         0 all runs are done, 1 one has failed, 130, 143 or 129 after a stop signal.
 
     Raises:
-        ConfigError: for what is wrong with any of the runs, before the first begins.
+        ConfigError: for any problem of any run, before the first begins.
     """
     if command.worker_variables(os.environ) is not None:
         raise ConfigError("compare starts its own processes: run it by itself, without torchrun or srun")
@@ -69,16 +69,16 @@ def run(
     print_table(comparison, Console(), getattr(model_options(jobs[0].config), "counted", "tokens"))
     print(f"\nruns and {RESULT} are in {root}")
     if how.state == "stopped":
-        print(f"stopped: `--out {shlex.quote(str(root))}` goes on with the runs that are left", flush=True)
+        print(f"stopped: `--out {shlex.quote(str(root))}` runs those that are not complete", flush=True)
         return how.code
     return int(any(how.state == "failed" for how in ended.values()))
 
 
 def run_all(jobs: Sequence[Job], launch: Callable[[Job], int] | None = None) -> Iterator[tuple[Job, Ended]]:
-    """Run what is not complete, in order, until a signal stops one of them.
+    """Run the jobs that are not complete, in order, until a signal stops one of them; yield each with its end.
 
     Args:
-        launch: exit code of a job's launch; by default a real one.
+        launch: returns the exit code of a job's launch; by default it launches the job.
     """
     for number, job in enumerate(jobs, start=1):
         head = f"run {number} of {len(jobs)}: {job.name}"
@@ -97,7 +97,7 @@ def run_all(jobs: Sequence[Job], launch: Callable[[Job], int] | None = None) -> 
 
 
 def _launch(job: Job) -> int:
-    """Run a job to its end; its exit code."""
+    """Run a job to its end and return its exit code."""
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with command.contained(job.output, with_errors=True):
@@ -115,15 +115,15 @@ def _ended(job: Job, code: int) -> Ended:
 
 
 def _reason(job: Job) -> str:
-    """The line of a failed launch's output that says what was wrong: below the title of its report, or the last."""
+    """Return the line of a failed launch's output that names the problem: below its report's title, or the last."""
     text = job.output.read_text(errors="replace") if job.output.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it printed nothing"]
     below = [line for title, line in pairwise(lines) if re.fullmatch(r"=+ run failed: .* =+", title)]
     return (below or lines)[-1].removeprefix("colossus: ")
 
 
 def _describe(jobs: Sequence[Job]) -> str:
-    """What would be run."""
+    """Return the lines of a dry run."""
     lines = ["nothing was started (--dry-run)"]
     for number, job in enumerate(jobs, start=1):
         done = "  complete already" if job.is_complete else ""
@@ -133,13 +133,13 @@ def _describe(jobs: Sequence[Job]) -> str:
 
 
 def _command(job: Job) -> str:
-    """The launch that a job is."""
+    """Return the command line that launches a job."""
     words = ["colossus", "launch", job.file, *job.overrides, "--run-dir", str(job.folder)]
     return shlex.join([*words, *(["--nproc", str(job.nproc)] if job.nproc is not None else [])])
 
 
 def _write(root: Path, jobs: Sequence[Job], ended: dict[str, Ended], comparison: Comparison) -> None:
-    """All of the comparison as JSON, all or nothing at any moment."""
+    """Write the whole comparison as JSON, atomically."""
     runs = [
         {
             "name": job.name,

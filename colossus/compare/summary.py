@@ -1,5 +1,7 @@
-"""The table: what runs' ``metrics.jsonl`` say each strategy or plan reached after equal steps and after equal time, and
-what a step of it costs. No torch."""
+"""The table of a comparison, from the runs' ``metrics.jsonl``. No torch.
+
+It shows the loss of each strategy or plan after equal steps and after equal time, and the cost of a step.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from colossus.compare.printed_rows import print_lines, print_rows, seconds_text
 from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 
-#: a training loss is the mean over this part of all steps: that of one step is one batch's
+#: a training loss is the mean over this fraction of all steps, since the loss of one step is that of one batch
 _WINDOW = 0.05
-#: steps that are left out of speeds and costs: at most this many, and this part of all
+#: speeds and costs leave out the first steps: at most this many, and at most this fraction of all
 _WARM_UP_STEPS, _WARM_UP = 10, 0.2
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        reason: one line, of what is not done.
+        reason: one line, for a job that is not done.
     """
 
     state: Literal["done", "failed", "stopped", "not run"]
@@ -40,7 +42,7 @@ class Ended:
 
 
 class Curve(RunMetrics):
-    """The rows of one run, and what they say after so many steps or seconds."""
+    """The rows of one run, with its values after a number of steps or seconds."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -57,20 +59,20 @@ class Curve(RunMetrics):
         return _mean(self._numbers("loss", max(0, num_rows - window), num_rows))
 
     def validation_after(self, steps: int) -> float | None:
-        """That of the last evaluation not later than after ``steps``."""
+        """Return the loss of the last evaluation that is not later than after ``steps``."""
         return next(reversed(self._numbers("validation_loss", 0, bisect_right(self.steps, steps))), None)
 
     def tokens_per_second(self) -> float | None:
-        """Of all replicas, which make the same number of steps: tokens of all steps over their seconds."""
+        """Return the tokens of all steps of all replicas, which make equally many steps, over their seconds."""
         seconds = sum(self._warm("step_seconds"))
         return sum(self._warm("tokens")) / seconds if seconds else None
 
     def step_seconds(self) -> float | None:
-        found = self._warm("step_seconds")
-        return median(found) if found else None
+        seconds = self._warm("step_seconds")
+        return median(seconds) if seconds else None
 
     def bytes_sent(self) -> float | None:
-        """By the logging rank in a step, in the mean, along all axes and to parameter servers."""
+        """Return the mean bytes that the logging rank sends in a step, along all axes and to parameter servers."""
         rows = [row["comm"].values() for row in self.rows[self._warm_up :] if "comm" in row]
         pushed = _mean(self._warm("push_bytes"))
         if not rows and pushed is None:
@@ -78,23 +80,23 @@ class Curve(RunMetrics):
         return (fmean(sum(axis["bytes"] for axis in axes) for axes in rows) if rows else 0.0) + (pushed or 0.0)
 
     def wait_seconds(self) -> float | None:
-        """For peers or servers, in a step, in the mean; None of strategies that do not measure it."""
+        """Return the mean seconds of a step that wait for peers or servers, None where nothing measures them."""
         return _mean(self._warm("peer_wait_seconds") or self._warm("server_wait_seconds"))
 
     def consensus_distance(self) -> float | None:
-        """Of the replicas from their average, relative to its norm; the last that was measured."""
+        """Return the last distance of the replicas from their average, relative to its norm."""
         return next(reversed(self._numbers("consensus_distance_relative", 0, len(self.rows))), None)
 
     def _warm(self, key: str) -> list[float]:
-        """What the rows behind the warm-up have of it."""
+        """Return the values of a key in the rows after the warm-up."""
         return self._numbers(key, self._warm_up, len(self.rows))
 
     def _numbers(self, key: str, first: int, end: int) -> list[float]:
         return [number for at, number in self.numbers.get(key, {}).items() if first <= at < end]
 
 
-def _mean(found: Sequence[float]) -> float | None:
-    return fmean(found) if found else None
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 # -- the rows of the table --------------------------------------------------------------------------------
@@ -102,19 +104,19 @@ def _mean(found: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Mean:
-    """Over the seeds: the mean, and the standard deviation where there are several."""
+    """The mean over the seeds, and the standard deviation where there are several."""
 
     mean: float
     deviation: float | None = None
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Mean | None:
-        """None where a run lacks it."""
-        found = list(values)
-        known = [value for value in found if value is not None]
-        if not known or len(known) < len(found):
+        """Return the mean of the runs' values; None where a run lacks its value."""
+        runs = list(values)
+        numbers = [value for value in runs if value is not None]
+        if not numbers or len(numbers) < len(runs):
             return None
-        return cls(fmean(known), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+        return cls(fmean(numbers), float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,11 @@ class Row:
 
     Attributes:
         problems: one line for each of its runs that is not done; then there are no numbers.
-        means: ``loss`` (training) and ``validation_loss`` after equal steps, ``loss_at_time`` after equal time, and of
-            a step: ``step_seconds``, ``tokens_per_second``, ``bytes_sent`` and ``wait_seconds`` of the logging rank,
-            ``consensus_distance``. None of what was not measured.
-        loss_ratio: of the validation loss to the first row's; of the training loss where nothing was evaluated.
-        tokens_ratio: of the speed to the first row's.
+        means: ``loss`` (training) and ``validation_loss`` after equal steps, ``loss_at_time`` after equal time; of a
+            step ``step_seconds``, ``tokens_per_second``, ``bytes_sent`` and ``wait_seconds`` of the logging rank, and
+            ``consensus_distance``. None stands for a value that was not measured.
+        loss_ratio: the validation loss over the first row's; without evaluations, the training loss.
+        tokens_ratio: the speed over the first row's.
     """
 
     label: str
@@ -142,8 +144,8 @@ class Comparison:
     """The whole table.
 
     Attributes:
-        equal_steps: the steps that all finished runs have done.
-        equal_seconds: the time that the fastest of them took for all of its steps.
+        equal_steps: the number of steps that all finished runs have done.
+        equal_seconds: the time in which the fastest of them did all of its steps.
     """
 
     rows: Sequence[Row]
@@ -151,16 +153,16 @@ class Comparison:
     equal_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; numbers that are none are None."""
+        """Return the table as JSON values; NaN and infinities become None."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return plain
 
 
 def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
-    """Read the runs.
+    """Read the runs and return the table.
 
     Args:
-        ended: name of a job -> how it ended; those that are missing have not been run.
+        ended: name of a job -> its end; jobs that are not in it have not been run.
     """
     curves: dict[str, list[Curve]] = {}
     problems: dict[str, list[str]] = {}
@@ -199,14 +201,14 @@ def _ratio(value: Mean | None, first: Mean | None) -> float | None:
     return value.mean / first.mean if value is not None and first is not None and first.mean else None
 
 
-# -- as it is printed -------------------------------------------------------------------------------------
+# -- printing ---------------------------------------------------------------------------------------------
 
 
 def print_table(comparison: Comparison, console: Console, counted: str = "tokens") -> None:
-    """Print the rows, what did not run, and what the columns are; a row is one line, however narrow the terminal.
+    """Print the rows, the problems, and the meaning of the columns; a row is one line, however narrow the terminal.
 
     Args:
-        counted: what the loss counts.
+        counted: the unit that the loss counts.
     """
     seconds = comparison.equal_seconds
     after = f"{seconds:.3g} s" if seconds < 100 else clock(seconds)
@@ -227,10 +229,10 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
     if comparison.equal_steps:
         lines += [
             "",
-            f"loss: training, the mean of the last 20th of {comparison.equal_steps} steps, and of those done after "
-            f"{after} of steps, which the fastest run took for all of its own; validation: after the same steps",
-            f"over seeds: means, in brackets standard deviations; percent and x: loss (validation where there is one) "
-            f"and speed, to those of {comparison.rows[0].label}",
+            f"loss: training loss, the mean of the last 20th of {comparison.equal_steps} steps, and of the steps done "
+            f"after {after}, the time in which the fastest run did all of its steps; validation: after the same steps",
+            f"over seeds: means, with standard deviations in brackets; percent and x: loss (validation where there is "
+            f"one) and speed, relative to {comparison.rows[0].label}",
         ]
     else:
         lines.append("no run has come to its end, so there are no numbers")

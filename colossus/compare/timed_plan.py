@@ -1,4 +1,4 @@
-"""The processes of a plan that is timed, and what is said of them when one fails."""
+"""The processes of a timed plan, and the report when one fails."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from colossus.launch.held_ranks import hold_ranks, threads_of
 
 
 def one_thread() -> None:
-    """Before the first operation: ranks that are forked from a process which has run threads hang."""
+    """Limit torch to one thread, before its first operation: ranks forked from a process with torch threads hang."""
     torch.set_num_threads(1)
 
 
 class TimedPlan:
-    """The ranks of a plan, which train in blocks until one of them fails: that is printed, and nothing is raised.
+    """The ranks of a plan, which train in blocks until one of them fails; that is printed, not raised.
 
     Attributes:
-        measured: what they have said so far.
+        measured: the measurements so far.
     """
 
     def __init__(self, label: str, file: str, overrides: Sequence[str], config: Config) -> None:
@@ -40,7 +40,7 @@ class TimedPlan:
         self._ranks: LocalRanks | None = None
 
     def start(self, stack: ExitStack, warmup: int) -> None:
-        """Start the processes, which end with the stack, and let them train."""
+        """Start the processes, which end with the stack, and run the warm-up."""
 
         def start() -> None:
             self._ranks = stack.enter_context(hold_ranks(self._config, self._make, self._threads))
@@ -49,7 +49,7 @@ class TimedPlan:
         self._try(start)
 
     def block(self, steps: int) -> float:
-        """Seconds of a step; not a number of a plan that has failed."""
+        """Return the seconds of a step; NaN once the plan has failed."""
         if self.measured.failure is None:
             self._try(lambda: self.measured.blocks.append(self._call(partial(TimedSteps.block, steps=steps))))
         return math.nan if self.measured.failure is not None else self.measured.seconds[-1]
@@ -75,7 +75,7 @@ class TimedPlan:
 
 
 def _reason(error: RanksFailed) -> tuple[str, str]:
-    """One line, and all that is known, of the rank that failed by itself: not of one whose peer had gone."""
+    """Return one line, and the whole report, of the rank that failed by itself, not because its peer had gone."""
     own = [rank for rank, text in sorted(error.tracebacks.items()) if not is_communication(text)]
     if not own and error.exit_codes:
         line = f"ranks ended without an answer, with exit codes {error.exit_codes}"
@@ -84,6 +84,6 @@ def _reason(error: RanksFailed) -> tuple[str, str]:
         return str(error), str(error)
     rank = (own or sorted(error.tracebacks))[0]
     text = error.tracebacks[rank]
-    _, *behind = text.rpartition('\n  File "')[2].splitlines()  # what follows the last frame
-    said = next((line for line in behind if line[:1].strip()), "it raised")
-    return f"rank {rank}: {said}", f"rank {rank}\n{text}"
+    _, *after_last_frame = text.rpartition('\n  File "')[2].splitlines()
+    message = next((line for line in after_last_frame if line[:1].strip()), "it raised")
+    return f"rank {rank}: {message}", f"rank {rank}\n{text}"

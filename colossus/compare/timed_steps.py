@@ -1,4 +1,4 @@
-"""One rank of a plan that is timed: trains when it is told, and says what that took."""
+"""One rank of a timed plan: it trains on request and returns the measurements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colossus.monitor.mfu import Utilisation
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps behind each other on one rank.
+    """Consecutive steps on one rank.
 
     Attributes:
-        seconds: of a step, in the mean.
-        tokens: of a step, of all replicas.
-        ideal_seconds: of a step, if all devices reached their peak; None where that is not known.
-        sent: axis -> calls and bytes that the rank sent along it in a step, in the mean.
-        peak_memory: bytes that the rank has used at most so far, see `peak_memory`.
+        seconds: mean seconds of a step.
+        tokens: mean tokens of a step, of all replicas.
+        ideal_seconds: seconds of a step if all devices reached their peak; None where the peak is unknown.
+        sent: axis -> mean calls and bytes that the rank sent along it in a step.
+        peak_memory: peak bytes of the rank so far, see `peak_memory`.
     """
 
     seconds: float
@@ -37,10 +37,10 @@ class Block:
 
 
 class TimedSteps:
-    """The engine of a config file under a plan: no evaluation, no checkpoint, no hook of the file.
+    """The engine of a config file under a plan, without evaluations, checkpoints and the file's hooks.
 
-    The batches of a block are read before its clock starts: it is the step that is timed, not the data. What the model
-    prints goes to standard error.
+    The batches of a block are read before its clock starts, so that data costs nothing. The model's output goes to
+    standard error.
     """
 
     def __init__(self, file: str, overrides: Sequence[str], num_ranks: int) -> None:
@@ -55,7 +55,7 @@ class TimedSteps:
         self._synchronize()
 
     def block(self, steps: int) -> Block:
-        """Time so many steps. One more comes first and is not timed: caches hold what another plan has left there."""
+        """Time a number of steps, after an untimed one that refills caches after another plan's turn."""
         engine = self._engine
         first, *batches = self._read(1 + steps)
         engine.train_step(first)

@@ -1,5 +1,7 @@
-"""Variants of one config, each with a label: what is wrong with any of them is told before the first begins. No torch
-until a model is built."""
+"""Variants of one config, each with a label; the problems of all are raised together.
+
+No torch until a model is built.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,26 @@ from colossus.launch.checks import check_data, check_devices, check_model
 T = TypeVar("T")
 
 
-def each_of(texts: Iterable[str]) -> list[str]:
-    """Texts of the command line, each once, with single spaces."""
+def unique_texts(texts: Iterable[str]) -> list[str]:
+    """Return texts of the command line without repeats, with single spaces."""
     return [*dict.fromkeys(" ".join(text.split()) for text in texts)]
 
 
-def of_each(labels: Collection[str], make: Callable[[str], T]) -> list[T]:
-    """``make`` of each label.
+def make_all(labels: Collection[str], make: Callable[[str], T]) -> list[T]:
+    """Return ``make`` of each label.
 
     Raises:
-        ConfigError: with all that it raises for any of them; what is wrong with all is said once.
+        ConfigError: with all problems of any label; a problem of all labels is listed once.
     """
-    made: list[T] = []
+    results: list[T] = []
     problems: dict[str, ConfigError] = {}
     for label in labels:
         try:
-            made.append(make(label))
+            results.append(make(label))
         except ConfigError as error:
             problems[label] = error
     if not problems:
-        return made
+        return results
     errors = list(problems.values())
     if len(errors) == len(labels) and all(error.problems == errors[0].problems for error in errors):
         raise errors[0]
@@ -41,10 +43,10 @@ def of_each(labels: Collection[str], make: Callable[[str], T]) -> list[T]:
 
 
 def check_plan(config: Config) -> None:
-    """What a launch checks of a config before its processes start: devices, model, data.
+    """Check a config as a launch does before its processes start: devices, model, data.
 
     Raises:
-        ConfigError: with what is wrong.
+        ConfigError: with the problems.
     """
     check_devices(config, world_size(config.parallel))
     check_model(config)

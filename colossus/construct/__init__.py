@@ -1,1 +1,1 @@
-"""How a model is made the same under every plan: built on the meta device, then every rank draws its own values."""
+"""Construction of the same model under every plan: built on the meta device, then every rank draws its own values."""

@@ -17,7 +17,7 @@ from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import hash_key
 
-#: that of the build that runs
+#: the trace of the current build, the last one innermost
 _traces: list[InitTrace] = []
 
 
@@ -26,24 +26,24 @@ def is_building() -> bool:
 
 
 def value_of(tensor: Tensor, *, is_transposed: bool = False) -> TracedValue:
-    """Of a parameter that the build which runs has made: what its constructor gave it, as values of another's."""
+    """Return the values that the current build's constructor gave to a parameter, as initial values of another."""
     return TracedValue(_traces[-1], tensor, is_transposed=is_transposed)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor is not on meta, which a build that runs hides."""
+    """Return whether a tensor is not on meta; the current build hides that."""
     with torch._C.DisableTorchFunction():
         return not tensor.is_meta
 
 
 def real_value(tensor: Tensor) -> Tensor:
-    """Return a tensor with its values: what a build that runs has recorded of it runs now."""
+    """Return a tensor with its values, after running the operations on it that the current build has recorded."""
     with torch._C.DisableTorchFunction():
         return _traces[-1].value(tensor) if _traces else tensor
 
 
 def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:
-    """What ``factory`` returns when it is run under a trace, and the trace. ``seed``: as of `InitTrace`."""
+    """Return the result of ``factory`` run under a trace, and the trace; `InitTrace` explains ``seed``."""
     trace = InitTrace(seed)
     _traces.append(trace)
     try:
@@ -54,24 +54,26 @@ def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitT
 
 
 def construct_again(factory: Callable[[], Any]) -> Any:
-    """Return what ``factory``, which the build that runs has called, makes once more: of its parts that build sees
-    nothing, and they get no values."""
+    """Return a second result of ``factory``, which the current build has called.
+
+    The build does not see its parts, and they get no values.
+    """
     with _disable_current_modes():
-        made, _ = trace_constructor(factory, _traces[-1].seed)
-    return made
+        model, _ = trace_constructor(factory, _traces[-1].seed)
+    return model
 
 
 def allocate(
     shape: tuple[int, ...], spec: ParameterSpec, context: ParallelContext, dtype: torch.dtype | None
 ) -> Tensor:
-    """The buffer of a layer's parameter, ``shape`` on this rank: on meta while a model is built, else drawn at once.
+    """Return the buffer of a layer's parameter, ``shape`` on this rank: on meta in a build, else with its values.
 
     Args:
-        shape: local: the shards of ``spec`` below each other.
+        shape: local shape: the shards of ``spec`` concatenated along dim 0.
         dtype: None for torch's default.
 
     Raises:
-        ValueError: for a parameter that is split over ranks outside of a build: it has no name to draw from.
+        ValueError: the parameter is split over ranks and made outside a build, so it has no name to draw from.
     """
     if _traces:
         with _disable_current_modes():
@@ -80,7 +82,7 @@ def allocate(
         return buffer
     if context.world_size > 1:
         raise located_error(
-            f"a {spec.description} is made outside of a build, where it has no name to draw its values from: pass "
+            f"a {spec.description} is made outside a build, where it has no name to draw its values from: pass "
             f"the model as a class or function to colossus.initialize(model=...) or colossus.build(...)"
         )
     key = int(torch.randint(2**62, ()).item())
@@ -96,10 +98,10 @@ def draw(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Tensor:
-    """This rank's buffer of a spec, ``shape``: every shard drawn by its own key, zeros behind a box that is not full.
+    """Return this rank's buffer of a spec, ``shape``: every shard drawn by its own key, zeros behind a partial box.
 
     Args:
-        key_of: from the name of a shard within its module to the key of its logical parameter.
+        key_of: returns the key of the logical parameter for the name of a shard within its module.
     """
     dtype = dtype or torch.get_default_dtype()
     out = torch.zeros(shape, dtype=dtype)

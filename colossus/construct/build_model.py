@@ -20,7 +20,7 @@ from colossus.layout.parameter_hooks import take_hooks
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
 
-#: of torch, those with and without running statistics, too
+#: torch's norms, with and without running statistics
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -46,32 +46,32 @@ def build(
     draw: bool = True,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """The model that ``factory`` makes, with this rank's shards only.
+    """Return the model that ``factory`` makes, with only this rank's shards.
 
     Initial values depend on the context's seed, the full name and the full shape of each parameter, not on the plan.
-    That holds for tensors that the constructor computes from other tensors too; for one of these, all that it is
-    computed from are materialised once. Inside the factory Python's, numpy's and torch's global generators give the
-    same numbers on every rank; they are put back afterwards.
+    That also holds for tensors that the constructor computes from others; computing one materialises all of its sources
+    once. Inside the factory, Python's, numpy's and torch's global generators return the same numbers on every rank;
+    their states are restored afterwards.
 
     Args:
         factory: a class or function without arguments.
         context: by default the current one.
-        dtype: of all floating-point parameters and buffers; by default what the constructor chose.
-        wide_dtype: of the buffers, of the parameters of norms and of those without a dim, where that is another: norms
-            of torch take no parameters narrower than their statistics, and beside a tensor a scalar is just a number.
+        dtype: dtype of all floating-point parameters and buffers; by default the constructor's choice.
+        wide_dtype: dtype of the buffers, of the parameters of norms and of those without a dim, if it differs: norms of
+            torch take no parameters narrower than their statistics, and beside a tensor a scalar is just a number.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
         draw: False leaves zeros in the parameters of our layers, for values that are loaded next.
-        prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
-            None: these are never materialised, and the values of the others are what they are without it. It may also
-            attach a `StoredSpec` to a parameter: of that its rows alone are drawn. See also `keep_attributes_on_meta`.
-            A build inside of a build ignores it.
+        prepare: gets the whole model on the meta device, and may delete its parameters and buffers or set them to None:
+            these are never materialised, and the values of the others do not change. It may also attach a `StoredSpec`
+            to a parameter, of which only these rows are then drawn. See also `keep_attributes_on_meta`. A build inside
+            a build ignores it.
 
     Raises:
-        ValueError: for sizes the plan cannot split, for `torch.nn.init` on a parameter of our layers, for a lazy
-            module, and for a tensor of the constructor that is no parameter, buffer or attribute of a module.
+        ValueError: the plan cannot split a size, `torch.nn.init` writes to a parameter of our layers, a module is lazy,
+            or the constructor leaves a tensor that is no parameter, buffer or attribute of a module.
     """
     if allocate.is_building():
-        return factory()  # the build around this one does the rest
+        return factory()  # the outer build does the rest
     context = context or current_context()
     with context, GLOBAL_RNG.preserved(context.rng.key("init", "numpy")):
         model, trace = allocate.trace_constructor(factory, context.rng.key("init", "constructor"))
@@ -87,27 +87,29 @@ def build(
         materializer.keep_wide(model)
         replace_tensors(model, materializer.materialize, dropped)
         del materializer
-        if not dropped:  # else a stage of another rank may hold what is its own
+        if not dropped:  # else a tensor may belong to a stage of another rank
             trace.require_nothing_hidden()
     return model
 
 
 def _name_parts(model: nn.Module) -> None:
-    """Tell modules and parameters their full names."""
+    """Set the full names of modules and parameters."""
     for name, module in model.named_modules():
         if isinstance(module, NamedModule):
             module.full_name = name
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{name} gets its shape at the first forward pass (a lazy module): give it its sizes")
+            raise ValueError(
+                f"{name} gets its shape at the first forward pass (a lazy module): pass its sizes to the constructor"
+            )
         spec = spec_of(parameter)
         spec.name = name
-        _ = spec.subject  # made now: an error tells the names of those that another rank uses, too
+        _ = spec.subject  # made now, since an error also names the parameters that another rank uses
     name_modules_of(model)
 
 
 def _prepared(model: nn.Module, context: ParallelContext, prepare: Callable[[nn.Module], None]) -> dict[int, Tensor]:
-    """Run ``prepare``; by id, the parameters and buffers that it has taken out of the model."""
+    """Run ``prepare`` and return, by id, the parameters and buffers that it has removed from the model."""
     before = _registered(model)
     with context:
         prepare(model)
@@ -122,17 +124,17 @@ def _registered(model: nn.Module) -> dict[int, Tensor]:
 def replace_tensors(
     model: nn.Module, replace: Callable[[Tensor, str, str], Tensor], dropped: Container[int] = ()
 ) -> None:
-    """Replace every tensor of a model by ``replace`` of it, once each, so that tied ones stay tied.
+    """Replace every tensor of a model by ``replace`` of it, once each, so that tied tensors stay tied.
 
     Parameters and buffers come first, then tensors on meta that are attributes of modules, or in lists, dicts and
-    tuples that are.
+    tuples of attributes.
 
     Args:
-        replace: takes a tensor, the name of the module that holds it first, and its name there.
-        dropped: ids of tensors that are left as they are where attributes still refer to them.
+        replace: takes a tensor, the name of the first module that has it, and its name there.
+        dropped: ids of tensors that stay as they are where attributes still refer to them.
     """
     modules = list(model.named_modules())
-    held = [
+    places = [
         (module, path, leaf, tensor)
         for path, module in modules
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -141,7 +143,7 @@ def replace_tensors(
     for path, module in modules:
         if "_colossus_on_meta" not in vars(module):
             attributes = [(leaf, value) for leaf, value in vars(module).items() if isinstance(value, Tensor)]
-            held += [(module, path, leaf, value) for leaf, value in attributes if value.is_meta]
+            places += [(module, path, leaf, value) for leaf, value in attributes if value.is_meta]
     #: by id, with the tensor itself, so that no other object gets its id
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -152,9 +154,9 @@ def replace_tensors(
             replaced[id(tensor)] = tensor, replace(tensor, path, leaf)
         return replaced[id(tensor)][1]
 
-    for module, path, leaf, tensor in held:
+    for module, path, leaf, tensor in places:
         if (value := value_for(tensor, path, leaf)) is not tensor:
-            setattr(module, leaf, value)  # a recurrent module of torch keeps a list of its parameters, too
+            setattr(module, leaf, value)  # setattr, since a recurrent module of torch also has a list of its parameters
     for path, module in modules:
         for leaf, nest in [*vars(module).items()] if "_colossus_on_meta" not in vars(module) else ():
             if isinstance(nest, list | dict | tuple) and leaf not in ("_parameters", "_buffers", "_modules"):
@@ -174,7 +176,7 @@ def _replaced_inside(
     new = {key: _replaced_inside(value, path, f"{name}.{key}", replace, seen) for key, value in entries}
     changed = {key: new[key] for key, value in entries if new[key] is not value}
     if isinstance(nest, tuple):
-        kind = getattr(type(nest), "_make", type(nest))  # of a named one
+        kind = getattr(type(nest), "_make", type(nest))  # a named tuple
         return kind(new.values()) if changed else nest
     for key, value in changed.items():
         nest[key] = value
@@ -182,21 +184,21 @@ def _replaced_inside(
 
 
 def wide_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """By id, the parameters of ``wide_dtype``: those of norms, scalars, and what says itself that it is stored wide."""
-    norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
-    found = [param for norm in norms for param in norm.parameters(recurse=False)]
+    """Return, by id, the parameters of ``wide_dtype``: norms', scalars, and those that declare a wide storage."""
+    norms = (part for part in model.modules() if isinstance(part, _NORMS) or getattr(type(part), "is_norm", False))
+    wide = [param for norm in norms for param in norm.parameters(recurse=False)]
     for param in model.parameters():
-        found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
-    return {id(param): param for param in found}
+        wide += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
+    return {id(param): param for param in wide}
 
 
 def keep_attributes_on_meta(module: nn.Module) -> None:
-    """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
+    """Leave tensors that are plain attributes of this module on meta; ``prepare`` may call it."""
     vars(module)["_colossus_on_meta"] = True
 
 
 class _Materializer:
-    """Makes the tensor with values in the place of one that a constructor left on the meta device."""
+    """Makes tensors with values in place of those that a constructor left on the meta device."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class _Materializer:
         self._wide: dict[int, nn.Parameter] = {}
 
     def keep_wide(self, model: nn.Module) -> None:
-        """Note what is stored wide."""
+        """Record the parameters that are stored wide."""
         self._wide = wide_parameters(model)
 
     def fix_seed(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -242,8 +244,8 @@ class _Materializer:
     ) -> Tensor:
         if not self.trace.is_sharded(tensor):
             raise ValueError(
-                f"{_join(path, leaf)} was given other values (.data = ...) while the model was built, but a sharded "
-                f"parameter draws them from its name and full shape: pass init=... to the layer (see "
+                f"{_join(path, leaf)}: the constructor assigned other values (.data = ...), but a sharded parameter "
+                f"draws its values from its name and full shape: pass init=... to the layer (see "
                 f"colossus.layers.init)"
             )
 
@@ -261,7 +263,7 @@ class _Materializer:
         return drawn
 
     def _rows_to_store(self, whole: Tensor, spec: ParameterSpec) -> Tensor:
-        """Of a plain parameter, the rows that this rank stores where `prepare` has cut them: all of it before."""
+        """Return the rows of a plain parameter that this rank stores if `prepare` has cut them, else all."""
         if not spec.layout.stored:
             return whole
         (shard,) = spec.shards

@@ -12,35 +12,38 @@ from torch.utils._pytree import tree_map
 
 from colossus.construct.init_trace import CPU, META, InitTrace
 
-#: what a property says of a tensor on meta
+#: a property -> its value for a tensor on meta
 _PROPERTIES: dict[Any, Any] = {
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     Tensor.device.__get__: CPU,
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-#: functions that look into the memory of a tensor without an operator
+#: functions that read the memory of a tensor without an operator
 _READERS = {
     Tensor.numpy,
     Tensor.__array__,
     Tensor.tolist,
     Tensor.__format__,
     Tensor.data_ptr,
-    Tensor.untyped_storage,  # to pickle a tensor, too
+    Tensor.untyped_storage,  # pickle reads it
 }
-#: functions that make a tensor of Python's numbers
+#: functions that make a tensor from Python numbers
 _OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new}
 
 
 class HideMeta(TorchFunctionMode):
-    """Hides from a constructor that its tensors are on meta: else it takes numbers there, where they are lost, and
-    some of `torch.nn.init` would do nothing. Where the trace is suspended nothing is hidden, nor are tensors that the
-    constructor itself has asked for on meta: ``from_pretrained`` gives values to what it sees there."""
+    """A mode that hides from a constructor that its tensors are on meta.
+
+    Without it the constructor would copy numbers there, where they are lost, and some of `torch.nn.init` would do
+    nothing. Where the trace is suspended nothing is hidden, and neither are tensors that the constructor itself has
+    requested on meta: ``from_pretrained`` gives values to tensors that it sees there.
+    """
 
     def __init__(self, trace: InitTrace) -> None:
         super().__init__()
         self._trace = trace
-        #: storages that were asked for on meta, by key
+        #: storages that the constructor requested on meta, by key
         self._asked: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(
@@ -66,7 +69,7 @@ class HideMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _of_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of a tensor on meta."""
+        """Call a function with a tensor on meta as its first argument."""
         if func in _PROPERTIES:
             is_asked = args[0].untyped_storage()._cdata in self._asked
             return func(*args, **kwargs) if is_asked else _PROPERTIES[func]
@@ -82,7 +85,7 @@ class HideMeta(TorchFunctionMode):
 
     def _of_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, some of which may be tensors on meta."""
-        if func in (Tensor.new_tensor, Tensor.new) and args[0].is_meta:  # else made where it is
+        if func in (Tensor.new_tensor, Tensor.new) and args[0].is_meta:  # else torch makes it on meta
             with _disable_current_modes():
                 args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
         lists = [tree_map(self._number, arg) if isinstance(arg, list | tuple) else arg for arg in args]

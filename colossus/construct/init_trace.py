@@ -1,9 +1,9 @@
-"""Deferred initialisation: record what a constructor does to its tensors, and do it later. (As torchdistX does.)
+"""Deferred initialisation: record the operations of a constructor on its tensors, and run them later (as torchdistX).
 
-While a model is built under `InitTrace` nothing is allocated. Tensors are made on the meta device, and operations on
+While a model is built under `InitTrace`, nothing is allocated. Tensors are made on the meta device, and operations on
 them are recorded by the storages that they read or write. A value is computed afterwards by running the operations
 connected with its storage, each once and in the recorded order: copies, views, and weights computed from other weights
-come out as in plain torch.
+have the values of plain torch.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ _TORCHS = torch.default_generator
 
 
 class _RecordedOp:
-    """One operation with its arguments and results as they were then."""
+    """One operation with its arguments and results at the time of recording."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, index: int) -> None:
         self.func, self.index, self.has_run = func, index, False
-        self.args, self.kwargs = tree_map(_as_it_is, (args, kwargs))
+        self.args, self.kwargs = tree_map(_snapshot, (args, kwargs))
         self.outputs: list[Tensor] = []
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Of all tensors that it touches, which connect it with other operations."""
+        """Return the storages of all its tensors, which connect it with other operations."""
         leaves = tree_leaves((self.args, self.kwargs, self.outputs))
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class InitTrace(OperatorMode):
-    """Makes every new tensor a meta tensor and records the operations on it.
+    """A mode that makes every new tensor a meta tensor and records the operations on it.
 
     Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device, a draw
-    from a generator of its own), what it depends on runs there and then.
+    from a generator of its own), the operations behind that value run immediately.
 
     Args:
-        seed: of random numbers whose values are needed at once (``torch.rand(()).item()``).
+        seed: seed of random numbers whose values are needed at once (``torch.rand(()).item()``).
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self._num_seeds_drawn = self._num_ops = 0
-        #: by storage
+        #: key of a storage -> its operations
         self._ops_by_key: dict[int, list[_RecordedOp]] = {}
         self._values: dict[int, torch.UntypedStorage] = {}
         self._seeds: dict[int, int] = {}
-        self._kept: set[int] = set()
+        self._shared: set[int] = set()
         self._sharded: dict[int, ParameterSpec] = {}
-        #: of storages with values (torch.load makes tensors of them) those on meta that stand for them
+        #: key of a storage with values (torch.load makes tensors of them) -> its stand-in on meta
         self._stand_ins: dict[int, torch.UntypedStorage] = {}
-        #: no other storage may get the key of one that is gone
+        #: storages stay alive, so that no later one gets the key of another
         self._alive: list[torch.UntypedStorage] = []
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
-        """This buffer is drawn from its spec: operations that write to it raise."""
+        """Declare that a buffer is drawn from its spec, so that operations that write to it raise."""
         with torch._C.DisableTorchFunction():
             self._sharded[_key(buffer)] = spec
             self._alive.append(buffer.untyped_storage())
@@ -105,11 +105,11 @@ class InitTrace(OperatorMode):
             meta_kwargs["generator"] = None
         op = _RecordedOp(func, args, kwargs, self._num_ops)
         try:
-            # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
+            # an in-place operation needs no meta kernel; some of torch's import torch._dynamo
             out = args[0] if _keeps_its_shape(func, inputs) else func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
-        op.outputs = [_as_it_is(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        op.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._num_ops += 1
         for storage in op.storages():
             self._alive.append(storage)
@@ -142,16 +142,18 @@ class InitTrace(OperatorMode):
     # -- values -------------------------------------------------------------------------------------------
 
     def fix_seed(self, tensor: Tensor, seed: int) -> None:
-        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed:
-        values do not depend on which tensors are asked for then."""
+        """Fix the seed under which the operations connected with a recorded meta tensor run, unless it is fixed.
+
+        Values then do not depend on which tensors are computed.
+        """
         if _key(tensor) not in self._seeds:
             _, connected = self._connected(_key(tensor))
             self._seeds.update(dict.fromkeys(connected, seed))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The real value of a recorded meta tensor. It shares memory with whatever it shared it with when recorded.
+        """Return the real value of a recorded meta tensor, sharing memory with the same tensors as when recorded.
 
-        Of a tensor with values it is the tensor, once all that is recorded of its memory has run.
+        A tensor with values is returned itself, after the recorded operations on its memory have run.
         """
         if tensor.is_meta:
             self._run_connected(_key(tensor))
@@ -176,39 +178,36 @@ class InitTrace(OperatorMode):
             return out.set_(storage, other.storage_offset(), other.size(), other.stride())
 
     def keep(self, tensor: Tensor) -> None:
-        """Do not `forget` the value of a recorded meta tensor: other parameters are parts of the same memory."""
-        self._kept.add(_key(tensor))
+        """Exclude the value of a recorded meta tensor from `forget`, because other parameters share its memory."""
+        self._shared.add(_key(tensor))
 
     def forget(self, tensor: Tensor) -> None:
-        """Free the value of a recorded meta tensor that nobody will ask for again."""
-        if _key(tensor) not in self._kept:
+        """Free the value of a recorded meta tensor that nobody needs again."""
+        if _key(tensor) not in self._shared:
             self._values.pop(_key(tensor), None)
 
     def require_nothing_hidden(self) -> None:
-        """That every tensor of the constructor has its values now: a product with a meta tensor gives any numbers.
+        """Raise ValueError, with a shape, unless every tensor of the constructor has its values now.
 
-        The trace is of no use afterwards.
-
-        Raises:
-            ValueError: with the shape of one that has none.
+        A product with a meta tensor would return arbitrary numbers. The trace cannot be used afterwards.
         """
-        made = [
+        results = [
             (tuple(x.shape), StorageWeakRef(x.untyped_storage()))
             for ops in self._ops_by_key.values() for op in ops for x in op.outputs
         ]  # fmt: skip
         self._ops_by_key, self._alive, self._stand_ins = {}, [], {}
-        if not all(ref.expired() for _, ref in made):
-            gc.collect()  # what is in cycles may be held by nobody
-        for shape, ref in made:
+        if not all(ref.expired() for _, ref in results):
+            gc.collect()  # only a reference cycle may hold a tensor
+        for shape, ref in results:
             if not ref.expired():
                 raise ValueError(
-                    f"a tensor of shape {shape} made in the constructor is held where it gets no values (an object "
-                    f"that is no module, a function): keep it as a buffer, register_buffer(.., persistent=False), or "
-                    f"as an attribute of a module, also in a list or a dict"
+                    f"a tensor of shape {shape} from the constructor is in a place where it gets no values (an object "
+                    f"that is no module, a function): make it a buffer, register_buffer(.., persistent=False), or "
+                    f"an attribute of a module, also in a list or a dict"
                 )
 
     def _run_connected(self, key: int) -> None:
-        """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
+        """Run all operations connected with a storage, in the recorded order, so that each reads what it read then."""
         pending, _ = self._connected(key)
         if pending:
             seed = self._seeds[key] if key in self._seeds else hash_key(self.seed, "op", min(pending))
@@ -217,7 +216,7 @@ class InitTrace(OperatorMode):
                     self._run(pending[index])
 
     def _connected(self, key: int) -> tuple[dict[int, _RecordedOp], set[int]]:
-        """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
+        """Return the pending operations connected with a storage, by index, and all storages on the way to them.
 
         Two storages are connected when one operation touches both.
         """
@@ -247,13 +246,13 @@ class InitTrace(OperatorMode):
             return CPU if isinstance(leaf, torch.device) else leaf
         if self.is_sharded(leaf):
             raise located_error(
-                f"the values of a {self._sharded[_key(leaf)].description} are used while the model is built (copied, "
-                f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
-                f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the "
-                f"build; what computes with weights (parametrizations, weight_norm) goes around a layer of torch.nn"
+                f"the constructor copies or computes with the values of a {self._sharded[_key(leaf)].description}, "
+                f"but it has none yet: they are drawn afterwards, from its name and full shape. Make each layer by its "
+                f"constructor instead of copy.deepcopy, and compute with weights after the build; parametrizations "
+                f"and weight_norm, which compute with weights, need a layer of torch.nn"
             )
         if _key(leaf) not in self._values:
-            raise located_error("a tensor made while the model was built has no value: it was made on the meta device")
+            raise located_error("a tensor of the constructor has no value: it was made on the meta device")
         real = torch.empty(0, dtype=leaf.dtype)
         real.set_(self._values[_key(leaf)], leaf.storage_offset(), leaf.size(), leaf.stride())
         real = real.conj() if leaf.is_conj() else real
@@ -264,9 +263,12 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _as_it_is(leaf: Any) -> Any:
-    """A tensor that stays what it is now: of a meta tensor an alias (``t_()`` and the like change the tensor itself),
-    of memory shared with numpy, to which numpy writes unseen, a copy."""
+def _snapshot(leaf: Any) -> Any:
+    """Return a tensor that later changes of the original do not reach.
+
+    For a meta tensor it is an alias (``t_()`` and the like change the tensor itself); for memory shared with numpy,
+    which numpy may change, a copy.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.is_meta:
@@ -275,23 +277,23 @@ def _as_it_is(leaf: Any) -> Any:
 
 
 def _storage_like(real: Tensor, meta: Tensor) -> torch.UntypedStorage:
-    """A storage in which ``meta``, which an operation made, is ``real``, whatever strides it has on this device."""
+    """Return a storage in which ``meta``, an operation's result, has the values of ``real``, with its own strides."""
     if real.stride() == meta.stride() and not real.storage_offset():
         return real.untyped_storage()
     return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype).copy_(real).untyped_storage()
 
 
 def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result cannot be on meta: a Python number, a shape that depends on values, a copy to a device."""
+    """Return whether a result must be real: a Python number, a shape that depends on values, a copy to a device."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return True
-    # a parameter stays: Module.to(device) in a constructor has no effect but that of the final device
+    # a parameter stays on meta: Module.to(device) in a constructor does not change the final device
     device = kwargs.get("device") if func is _aten._to_copy.default else None
     return device is not None and torch.device(device) != META and not isinstance(args[0], nn.Parameter)
 
 
 def tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-    """The tensors that a call of an operator writes to."""
+    """Yield the tensors that a call of an operator writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -299,7 +301,7 @@ def tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _keeps_its_shape(func: Any, inputs: list[Tensor]) -> bool:
-    """Whether this is ``normal_``, ``erfinv_`` or another that changes its one tensor of floats element by element."""
+    """Return whether an operator, such as ``normal_``, changes its one tensor of floats element by element."""
     elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
     return elementwise and torch_versions.is_inplace(func) and len(inputs) == 1 and inputs[0].is_floating_point()
 
@@ -308,6 +310,6 @@ def _write_refusal(func: Any, spec: ParameterSpec) -> str:
     return (
         f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
-        f"colossus.layers.init; Values(tensor) for values that exist) instead of using torch.nn.init or "
+        f"colossus.layers.init; Values(tensor) for existing values) instead of using torch.nn.init or "
         f"load_state_dict on it, or load with colossus.checkpoint.load_full_state_dict once there is an engine"
     )

@@ -1,4 +1,4 @@
-"""Initial values as functions of (key, full shape, box): the same whatever the plan, at the cost of the box alone.
+"""Initial values as functions of (key, full shape, box): the same under every plan, at the cost of the box alone.
 
 Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), which can
 be advanced to any box. Normals come by inverse CDF in float64: in float32 some would be infinite.
@@ -25,7 +25,7 @@ _SHORT_ROW = 2048  # words that take as long to draw as one call
 
 
 def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """``count`` 64-bit words of the Philox stream of ``key`` from word ``start``, a multiple of four."""
+    """Return ``count`` 64-bit words of the Philox stream of ``key`` from word ``start``, a multiple of four."""
     assert start % _WORDS == 0
     generator = np.random.Philox(key=key)
     generator.advance(start // _WORDS)
@@ -33,7 +33,7 @@ def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64
 
 
 def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
-    """Uniforms in (0, 1): a box of the tensor of full ``shape`` that belongs to ``key``.
+    """Return uniforms in (0, 1): a box of the tensor of full ``shape`` that belongs to ``key``.
 
     They are midpoints of 2^52 cells, so never 0 or 1.
 
@@ -50,7 +50,7 @@ def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
     first, last = box[-1]
     flat = out.reshape(-1, last - first)
     rows = _row_numbers(shape[:-1], box[:-1])
-    # of a long row only the words of the box are drawn; of short ones all, many rows at a time
+    # long rows: draw only the words of the box; short rows: draw all words, many rows at a time
     begin, end = (first // _WORDS * _WORDS, last) if stride > _SHORT_ROW and last - first < width else (0, stride)
     block = max(1, _BLOCK_WORDS // stride) if end - begin == stride else 1
     at = 0
@@ -87,7 +87,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class ZeroRow:
-    """What another initializer draws, but for one row of dim 0, which is zero (the padding of an embedding)."""
+    """The values of another initializer, except one row of dim 0, which is zero (the padding of an embedding)."""
 
     draw: Callable[[int, tuple[int, ...], Box], Array]
     row: int
@@ -124,9 +124,9 @@ class Normal:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Values that exist, of the full shape: a rank reads its box of them.
+    """Existing values of the full shape; a rank reads its box of them.
 
-    It is kept as long as the model: give it a memory map (``torch.load(path, mmap=True)``) of what is large.
+    They stay in memory as long as the model: pass a memory map (``torch.load(path, mmap=True)``) for large ones.
     """
 
     values: torch.Tensor | np.ndarray[Any, Any]
@@ -143,5 +143,5 @@ class Values:
 
 
 def torch_linear(fan_in: int) -> Uniform:
-    """What ``torch.nn.Linear`` draws for weight and bias: uniform within 1/sqrt(full fan-in)."""
+    """Return the distribution of ``torch.nn.Linear`` for weight and bias: uniform within 1/sqrt(full fan-in)."""
     return Uniform(1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0)

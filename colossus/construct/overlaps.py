@@ -16,11 +16,11 @@ Named = tuple[str, Tensor, bool]
 
 
 def check_overlaps(model: nn.Module, trace: InitTrace) -> None:
-    """Keep values of which several parameters are parts.
+    """Keep the values of memory that several parameters share.
 
     Raises:
-        ValueError: an element of one that trains is another's, too, without them being one parameter: ranks store each
-            by itself, so that they would part.
+        ValueError: two parameters, not tied, share an element, and one of them trains: ranks store each separately, so
+            that their values would diverge.
     """
     by_memory: dict[int, list[Named]] = defaultdict(list)
     for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def check_overlaps(model: nn.Module, trace: InitTrace) -> None:
 
 
 def _require_apart(sharing: Sequence[Named]) -> None:
-    """Raise where an element is of two tensors, which are in the order of their first elements."""
+    """Raise ValueError if two tensors share an element; they are in the order of their first elements."""
     stops = [
         x.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         for _, x, _ in sharing
@@ -45,10 +45,10 @@ def _require_apart(sharing: Sequence[Named]) -> None:
     owners = torch.full((max(stops),), -1, dtype=torch.int32)
     for index, (name, x, _) in enumerate(sharing):
         own = owners.as_strided(x.shape, x.stride(), x.storage_offset())
-        if (taken := own[own >= 0]).numel():
+        if (others := own[own >= 0]).numel():
             raise ValueError(
-                f"{name} and {sharing[int(taken[0])][0]} share memory, but are two parameters (.data = other.data, or "
-                f"nn.Parameter(other[..])), of which each rank stores its parts apart: tie them (one.weight = "
-                f"other.weight), or copy values (.data.copy_(..), nn.Parameter(other.clone()))"
+                f"{name} and {sharing[int(others[0])][0]} share memory, but are two parameters (.data = other.data, or "
+                f"nn.Parameter(other[..])), which each rank stores separately: tie them (one.weight = other.weight), "
+                f"or copy values (.data.copy_(..), nn.Parameter(other.clone()))"
             )
         own.fill_(index)

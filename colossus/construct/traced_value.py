@@ -1,4 +1,4 @@
-"""Initial values that a constructor gave to a tensor of which a rank stores a part: those of a swapped torch module."""
+"""Initial values from a constructor for a parameter that ranks split: those of a swapped torch module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from colossus.layout.parameter import made_by_layer, spec_of
 
 
 class TracedValue:
-    """An `Initializer` whose values are those that the constructor which is traced gave to a tensor on meta.
+    """An `Initializer` with the values that the traced constructor gave to a tensor on meta.
 
-    A rank computes the whole tensor, once, keeps its boxes and lets the rest go (`release`).
+    A rank computes the whole tensor once, keeps its boxes and frees the rest (`release`).
 
     Args:
-        tensor: recorded by the trace of the build that runs.
+        tensor: a tensor that the current build's trace has recorded.
         is_transposed: the parameter is its transpose.
     """
 
@@ -29,7 +29,7 @@ class TracedValue:
         self._is_transposed = is_transposed
 
     def fix_seed(self, seed: int) -> None:
-        """As of `InitTrace.fix_seed`: with what the tensor is drawn."""
+        """Fix the seed of the tensor and of those that are drawn together with it; see `InitTrace.fix_seed`."""
         if self._trace is not None and self.tensor is not None:
             self._trace.fix_seed(self.tensor, seed)
 
@@ -42,7 +42,7 @@ class TracedValue:
         return whole[tuple(slice(*span) for span in box)].to(torch.float64).numpy()
 
     def release(self) -> None:
-        """Forget the whole tensor, of which all that is stored here has been drawn."""
+        """Free the whole tensor once this rank has its boxes."""
         if self._trace is not None and self.tensor is not None and self.tensor.is_meta:
             self._trace.forget(self.tensor)
         self._trace = self.tensor = None

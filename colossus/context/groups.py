@@ -77,7 +77,8 @@ class AxisGroup:
 
     def close(self) -> None:
         """Close what has been opened, and let go of the process group, which whoever made it destroys: it keeps its
-        threads and sockets for as long as anybody has it. Its use is an error from here on."""
+        threads and sockets for as long as anybody has it. Its use is an error from here on.
+        """
         for connection in self._opened.values():
             if connection is not None:
                 connection.close()

@@ -158,7 +158,8 @@ class ParallelContext:
 
     def group(self, axes: Axes) -> AxisGroup:
         """The group of this rank over these axes; axes of one rank do not count. All of its ranks must make the first
-        call, which creates it."""
+        call, which creates it.
+        """
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
         return self._groups.get(names) or self._make_group(names, names, self.grid.group(self.rank, names))
 

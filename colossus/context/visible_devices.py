@@ -31,7 +31,8 @@ def explain_visible(environ: Mapping[str, str], found: int) -> str:
 
 def may_be_of_one_rank(environ: Mapping[str, str]) -> bool:
     """Whether the one device that a rank sees may be its own, and not that of its neighbours, too: SLURM or a script
-    around the ranks shows each of them another."""
+    around the ranks shows each of them another.
+    """
     return any(environ.get(name) for name in (*_OF_TASKS, VARIABLE))
 
 

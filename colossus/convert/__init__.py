@@ -1,1 +1,1 @@
-"""Models between colossus and plain torch: `plain`, by the one table of which layer is which module of torch."""
+"""Models between colossus and plain torch; one table says which layer corresponds to which module of torch."""

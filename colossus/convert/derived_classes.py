@@ -1,4 +1,4 @@
-"""Classes derived from a module of torch that compute what it does."""
+"""Classes derived from a module of torch, and whether they compute the same as it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
-#: what a class may define, beside plain values, without computing or storing anything else than its base
+#: members beside plain values that a class may define and still compute and store what its base does
 _HARMLESS = {"__init__", "__repr__", "__module__", "__doc__", "__annotations__", "reset_parameters", "extra_repr"}
 
 
 def torch_class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of torch.nn that computes what a module does, or the module's own where that may do more.
 
-    A derived class computes the same if it defines plain values, a constructor and a representation alone; of a linear
-    also where its forward gives the product and the sum.
+    A derived class computes the same if it defines only plain values, a constructor and a representation. A class
+    derived from ``nn.Linear`` may also define a forward that gives the product and the sum.
     """
     kind = type(module)
-    base = next(each for each in kind.__mro__ if each.__module__.startswith("torch.nn.modules."))
-    return kind if what_it_adds(module, base) else base
+    base = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.nn.modules."))
+    return kind if added_member(module, base) else base
 
 
-def what_it_adds(module: nn.Module, base: type[nn.Module]) -> str:
-    """Return the name of something that lets a module compute or store more than its base does; empty for nothing."""
+def added_member(module: nn.Module, base: type[nn.Module]) -> str:
+    """Return a member of a module's class that may compute or store more than its base does, or an empty text."""
     for kind in _derived(module, base):
         for name, value in vars(kind).items():
             is_code = callable(value) or hasattr(value, "__get__")
@@ -53,7 +53,7 @@ def _derived(module: nn.Module, base: type[nn.Module]) -> list[type]:
     return [kind for kind in type(module).__mro__ if kind not in base.__mro__]
 
 
-#: what a product of a weight and a sum of a bias consist of
+#: the operators of a product with a weight and a sum with a bias
 _PRODUCTS = {
     _aten.t, _aten.transpose, _aten.permute, _aten.view, _aten._unsafe_view, _aten.expand, _aten.unsqueeze,
     _aten.squeeze, _aten.detach, _aten.alias, _aten.mm, _aten.bmm, _aten.addmm, _aten.add, _aten.add_, _aten.linear,
@@ -61,7 +61,7 @@ _PRODUCTS = {
 
 
 class _Operators(OperatorMode):
-    """Notes the operators that run."""
+    """A mode that records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,10 @@ class _Operators(OperatorMode):
 
 
 def _gives_a_linear(module: nn.Module) -> bool:
-    """Return whether the forward of a class derived from ``nn.Linear``, tried on a few numbers, takes a product with
-    the weight and a sum with the bias, and nothing else."""
+    """Return whether the forward of a class derived from ``nn.Linear`` is a product and a sum, tried on a few numbers.
+
+    It may take a product with the weight and a sum with the bias, and nothing else.
+    """
     with _disable_current_modes(), torch.no_grad():
         weight = nn.Parameter(_numbers(3, 5))
         bias = None if module._parameters.get("bias") is None else nn.Parameter(_numbers(3))

@@ -1,4 +1,4 @@
-"""`make_chain`: a model that is not changed is made a chain of blocks, or refused because its forward cannot be cut."""
+"""`make_chain`: turns an unchanged model into a chain of blocks, or raises because its forward cannot be cut."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from colossus.error_place import add_place
 from colossus.layers.pipeline_block import is_chain
 
 _HOW = (
-    "a pipeline cuts a forward between calls of its blocks: what is computed from parameters before a cut and used "
-    "after it must be taken or returned by a module as it is. Name other blocks (blocks=[names of modules], or the "
-    "name of a list of them), let the model say what its blocks are (def pipeline_blocks), or train it without "
+    "a pipeline cuts a forward between calls of its blocks: a tensor that is computed from parameters before a cut and "
+    "used after it must be an argument or a result of a module, unchanged. Name other blocks (blocks=[names of "
+    "modules], or the name of a list of them), define the model's blocks (def pipeline_blocks), or train it without "
     "parallel.pipeline"
 )
-#: of the parameters of the largest list of blocks, what another list has at least
+#: a list of blocks has at least this fraction of the parameters of the largest list
 _SMALLEST = 0.02
 
 
 def make_chain(
     model: nn.Module, example: Any, blocks: str | Sequence[str] | None = None, *, trial: nn.Module | None = None
 ) -> None:
-    """Give a model that is not changed ``pipeline_blocks``, by running the forward of one like it on zeros.
+    """Give an unchanged model ``pipeline_blocks``, after running the forward of an equal model on zeros.
 
-    Blocks are modules that its forward calls one after the other. It is cut before their calls, wherever all that is
-    needed from before the cut was taken or returned by a module. A rank runs its part of the forward, and those before
-    it without the modules that are called there, once for each microbatch and stage.
+    Blocks are modules that its forward calls one after the other. The forward is cut before their calls, wherever each
+    tensor that is needed from before the cut was an argument or a result of a module. A rank runs its part of the
+    forward, and the parts before it without the modules that are called there, once for each microbatch and stage.
 
     Args:
-        model: on the meta device, as in the factory of a model, or with values; its modules may be swapped afterwards.
+        model: the model, on the meta device, as in the factory of a model, or with values; its modules may be swapped
+            afterwards.
         example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
         blocks: the name of the list, or the names of the blocks in the order in which they are called; by default the
-            modules of the largest ModuleList or Sequential of one class, and of others called before or after it;
-            without lists the children of a module.
-        trial: a model like it, which is of no use afterwards; by default a copy.
+            modules of the largest ModuleList or Sequential of one class, with others called before or after it; without
+            lists, the children of a module.
+        trial: an equal model, which cannot be used afterwards; by default a copy.
 
     Raises:
-        ValueError: for a model whose forward cannot be cut, with what was found.
+        ValueError: the forward cannot be cut; the message says why.
     """
     if blocks is None and is_chain(model):
         return
     if example is None:
-        refuse(model, "it must run once to be cut, and no example of its input is given (example=...)")
+        refuse(model, "it must run once to be cut, and there is no example of its input (example=...)")
     trial = copied_to_meta(model) if trial is None else trial
     with trying(example) as example:
         try:
@@ -60,7 +61,7 @@ def make_chain(
         chosen = _find_blocks(trial, trace, blocks)
         finder = CutFinder(trace, chosen)
         try:
-            cuts = finder.find(*_held(trial, chosen))
+            cuts = finder.find(*_parameters_and_buffers(trial, chosen))
         except NotCarriedError as error:
             refuse(model, str(error), error)
         if not any(0 < block < len(chosen) for block in cuts.first_blocks) and len(chosen) > 1:
@@ -73,10 +74,10 @@ def make_chain(
     model.pipeline_blocks = ForwardChain(model, cuts)  # type: ignore[assignment]
 
 
-def _held(
+def _parameters_and_buffers(
     model: nn.Module, blocks: Sequence[Call]
 ) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], list[str], set[str]]:
-    """Return shapes and dtypes of parameters, names of buffers, and which of them are in blocks."""
+    """Return shapes and dtypes of parameters, names of buffers, and the names of both that are in blocks."""
     shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
     buffers = [name for name, _ in model.named_buffers()]
     prefixes = tuple({f"{call.name}." for call in blocks})
@@ -84,7 +85,7 @@ def _held(
 
 
 def _require_same_output(chain: ForwardChain, example: Any, output: Any, mode: OnZeros) -> None:
-    """Run the segments one by one, as ranks do, and raise where that gives another output."""
+    """Run the segments one by one, as ranks do, and raise if the output differs."""
     value = example
     with torch.no_grad(), mode:
         for block in chain():
@@ -93,19 +94,19 @@ def _require_same_output(chain: ForwardChain, example: Any, output: Any, mode: O
     wanted, wanted_structure = tree_flatten(output)
     if structure != wanted_structure or list(map(_shape, wanted)) != list(map(_shape, leaves)):
         raise ValueError(
-            "its parts give another output than the whole, as where it records what modules return "
-            "(output_hidden_states, output_attentions)"
+            "its parts together return another output than the whole forward; a forward that records the outputs of "
+            "modules does (output_hidden_states, output_attentions)"
         )
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------
 
 
-def _find_blocks(model: nn.Module, trace: ForwardTrace, given: str | Sequence[str] | None) -> list[Call]:
-    if given is not None:
-        if isinstance(given, str) and given not in dict(model.named_modules()):
-            raise ValueError(f"blocks={given!r}: {type(model).__name__} has no module of this name")
-        names = _children(model, given) if isinstance(given, str) else list(given)
+def _find_blocks(model: nn.Module, trace: ForwardTrace, blocks: str | Sequence[str] | None) -> list[Call]:
+    if blocks is not None:
+        if isinstance(blocks, str) and blocks not in dict(model.named_modules()):
+            raise ValueError(f"blocks={blocks!r}: {type(model).__name__} has no module of this name")
+        names = _children(model, blocks) if isinstance(blocks, str) else list(blocks)
         calls = [call for call in trace.calls if call.name in names]
         if [*dict.fromkeys(call.name for call in calls)] != names or not calls_in_turn(calls):
             refuse(model, f"blocks={names} are called as {[call.name for call in calls]}, not one after the other")
@@ -124,7 +125,7 @@ def _find_blocks(model: nn.Module, trace: ForwardTrace, given: str | Sequence[st
                     chosen, largest = together, largest or size
         if chosen:
             return chosen
-    refuse(model, "it holds no modules that are called one after the other")
+    refuse(model, "it has no modules that are called one after the other")
 
 
 def _children(model: nn.Module, name: str) -> list[str]:
@@ -145,13 +146,14 @@ def _lists(model: nn.Module, *, same_class: bool) -> Iterator[list[str]]:
 
 
 def _num_elements(model: nn.Module, names: Sequence[str], *, beside_largest: bool) -> int:
-    """The elements of modules, without those of the largest one, which no cut divides."""
+    """Return the elements of modules, optionally without those of the largest one, which no cut divides."""
     sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
     return sum(sizes) - (max(sizes, default=0) if beside_largest else 0)
 
 
-def refuse(model: nn.Module, found: str, cause: Exception | None = None) -> NoReturn:
-    raise ValueError(f"{type(model).__name__} under a pipeline: {found}.\n{_HOW}") from cause
+def refuse(model: nn.Module, reason: str, cause: Exception | None = None) -> NoReturn:
+    """Raise ValueError with the reason why a model cannot be cut."""
+    raise ValueError(f"{type(model).__name__} under a pipeline: {reason}.\n{_HOW}") from cause
 
 
 def _in_words(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A forward of a model on the meta device, what it uses of the model, and modules that stand in for others."""
+"""A forward of a model on the meta device, the parameters that it uses, and modules that stand in for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-#: take nothing of their tensor but its shape and dtype
+#: operators that use only the shape and dtype of their tensor
 _SHAPE_ONLY = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty,
@@ -25,11 +25,11 @@ _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ForwardFlow(OperatorMode):
-    """Inside, a model on the meta device runs; for a forward under ``no_grad``.
+    """A mode in which a model on the meta device runs its forward, under ``no_grad``.
 
-    Of a model on the meta device what does not depend on its tensors has its values (masks, positions), so that a
-    forward may branch on them; all else is on meta, whatever device its operands are on. Where values of that are asked
-    for (which tokens go to an expert), they are zeros.
+    Tensors that do not depend on the model's tensors have values (masks, positions), so that a forward may branch on
+    them. All others are on meta, whatever device their operands are on. Where a forward asks for their values (which
+    tokens go to an expert), they are zeros.
 
     Attributes:
         uses: names of the parameters and buffers that operations took.
@@ -37,18 +37,18 @@ class ForwardFlow(OperatorMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        held = [*model.named_parameters(), *model.named_buffers()]
-        self._names = {key_of(tensor): name for name, tensor in held}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {key_of(tensor): name for name, tensor in tensors}
         self.uses: set[str] = set()
 
     def count(self, tensor: Tensor) -> None:
-        """Take note that a tensor is used, if it is a parameter or a buffer."""
+        """Record the use of a tensor if it is a parameter or a buffer."""
         if name := self._names.get(key_of(tensor)):
             self.uses.add(name)
 
     @contextmanager
     def not_counting(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, operations that take these parameters or buffers are no uses of them."""
+        """Let operations inside the context take these parameters or buffers without counting as uses."""
         hidden = {key: self._names.pop(key) for key in {key_of(tensor) for tensor in tensors} & self._names.keys()}
         try:
             yield
@@ -58,17 +58,17 @@ class ForwardFlow(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # what a backward has saved comes as the type that it is
+        with torch._C.DisableTorchFunctionSubclass():  # tensors saved for backward keep their subclass
             return self._follow(func, args, dict(kwargs or {}))
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for tensor in given:
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in operands:
             self.count(tensor)
         if func.overloadpacket in _SHAPE_ONLY:
-            given = []
+            operands = []
             args = (_to_zeros(args[0]), *args[1:])
-        on_meta = any(map(_is_meta, given))
+        on_meta = any(map(_is_meta, operands))
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
         written = list(tensors_written(func, args, kwargs))
@@ -82,7 +82,7 @@ class ForwardFlow(OperatorMode):
 
 
 def key_of(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # a build gives the storage with values
+    with torch._C.DisableTorchFunction():  # else a build returns the storage with values
         return tensor.untyped_storage()._cdata
 
 
@@ -91,7 +91,7 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on meta; one whose shape depends on values is that of zeros."""
+    """Return the result of an operation on meta; if its shape depends on values, they are zeros."""
     if func is _aten._grouped_mm.default:  # on meta torch takes bfloat16 only
         return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]), device=_META)
     if _OF_VALUES.intersection(func.tags):
@@ -110,18 +110,18 @@ def _to_zeros(leaf: Any) -> Any:
 
 
 def stand_in_for(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """A module that is called as ``call``, without hooks; all else is that of the module, also its parameters."""
-    made: nn.Module = object.__new__(type(module))
+    """Return a copy of a module, with the same parameters and without hooks, whose forward is ``call``."""
+    stand_in: nn.Module = object.__new__(type(module))
     no_hooks = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
-    vars(made).update(vars(module) | no_hooks | {"forward": call})
-    return made
+    vars(stand_in).update(vars(module) | no_hooks | {"forward": call})
+    return stand_in
 
 
 @contextmanager
 def standing_in(model: nn.Module, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, in place of the modules of these names these functions are called, wherever the model holds them.
+    """Call these functions in place of the modules of these names inside the context.
 
-    Hooks that the forward puts on what stands in are on the modules afterwards.
+    Hooks that the forward puts on a stand-in are on its module afterwards.
     """
     modules = {name: model.get_submodule(name) for name in calls}
     stand_ins = {id(module): stand_in_for(module, calls[name]) for name, module in modules.items()}

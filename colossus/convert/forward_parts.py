@@ -1,9 +1,9 @@
-"""The pipeline blocks of a model that is not changed: its forward, cut between calls of its blocks.
+"""The pipeline blocks of an unchanged model: its forward, cut between calls of its blocks.
 
-A rank runs the forward of the whole model up to where its part ends. Before its part, modules that were called there
-are left out: zeros take the place of what they return, and of parameters that the rank does not have. So masks and
-positions, which depend on no parameter, are computed anew, and random numbers drawn anew. What is computed from
-parameters and is needed later arrives with the cut, and takes the place of zeros where a module took or returned it.
+A rank runs the forward of the whole model up to the end of its part. Before its part, the modules that were called
+there do not run: zeros take the place of their results, and of parameters that the rank does not have. Masks and
+positions, which depend on no parameter, are computed anew, and random numbers are drawn anew. Tensors that are computed
+from parameters and needed later arrive with the cut, and replace the zeros where a module took or returned them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from colossus.convert.zeros import zeros_of
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.random import drawing_aside
 
-#: tensors that are carried over a cut, the model's input, and of each call that is left out from there on its module's
-#: name and its results' shapes and dtypes
+#: the tensors that cross a cut, the model's input, and the calls before the cut, which later stages leave out: each as
+#: its module's name and the shapes and dtypes of its results
 Value = tuple[list[Tensor], Any, list[list[Any]]]
 
-#: has the hooks with which models of transformers record hidden states in a forward
+#: the module with the hooks that record hidden states in a forward of transformers' models
 _RECORDING = "transformers.utils.output_capturing"
 
 
@@ -38,7 +38,7 @@ class _Ended(Exception):
 
 
 class ForwardChain:
-    """``model.pipeline_blocks`` of a model that is not changed: returns the segments of its forward as blocks.
+    """``model.pipeline_blocks`` of an unchanged model: it returns the segments of the forward as blocks.
 
     Attributes:
         takes_names: the first block takes a dict of the forward's arguments.
@@ -52,18 +52,21 @@ class ForwardChain:
 
     def __call__(self) -> list[PipelineBlock]:
         blocks, starts = self.cuts.blocks, self.cuts.first_blocks
-        made = []
+        parts = []
         for segment, (start, stop) in enumerate(zip((0, *starts), (*starts, len(blocks)), strict=True)):
             names = list(dict.fromkeys(blocks[start:stop]))
             name = ", ".join(names) or (f"before {blocks[0]}" if segment == 0 else f"after {blocks[-1]}")
             modules = map(self.model.get_submodule, names)
             part = ForwardPart(self, segment, segment + 1)
-            made.append(PipelineBlock(part, *modules, *self.cuts.owned[segment], name=name))
-        return made
+            parts.append(PipelineBlock(part, *modules, *self.cuts.owned[segment], name=name))
+        return parts
 
     @contextmanager
     def placeholders(self, device: torch.device) -> Iterator[None]:
-        """Inside, zeros are in the place of parameters that this rank does not have: a forward may ask their dtype."""
+        """Put zeros in place of parameters that this rank does not have, inside the context.
+
+        A forward may ask for their dtype.
+        """
         if self._placeholders is None:
             self._placeholders = list(self._make_placeholders(device))
         for parameters, leaf, zeros in self._placeholders:
@@ -76,13 +79,13 @@ class ForwardChain:
 
     def _make_placeholders(self, device: torch.device) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         missing: list[tuple[dict[str, Any], str, torch.Size, torch.dtype]] = []
-        dtypes: dict[torch.dtype, torch.dtype] = {}  # of the run
+        dtypes: dict[torch.dtype, torch.dtype] = {}  # dtype in the model -> dtype in the run
         for name, (shape, dtype) in self.cuts.shapes.items():
             path, _, leaf = name.rpartition(".")
             parameters: dict[str, Any] = self.model.get_submodule(path)._parameters
             if leaf in parameters:
                 dtypes.setdefault(dtype, getattr(self.model.get_submodule(path), leaf).dtype)
-            elif not parameters or not path:  # a layer of colossus may have others
+            elif not parameters or not path:  # a layer of colossus may have other parameters
                 missing.append((parameters, leaf, shape, dtype))
         for parameters, leaf, shape, dtype in missing:
             yield parameters, leaf, zeros_of(shape, dtypes.get(dtype, dtype), device)
@@ -90,17 +93,17 @@ class ForwardChain:
 
 @dataclass(frozen=True)
 class ForwardPart:
-    """Some segments of a forward, one after the other: from ``start`` up to, and not with, ``stop``."""
+    """Consecutive segments of a forward: from ``start`` up to ``stop``, which is not included."""
 
     chain: ForwardChain
     start: int
     stop: int
 
-    #: draws what a stage draws from the stream of the forward as a whole
+    #: a stage draws its random numbers from the stream of the whole forward
     draws_as_whole = True
 
     def joined(self, after: Any) -> ForwardPart | None:
-        """Return this part and the one after it as one, where that is the next one of the same forward."""
+        """Return this part and the next as one if the other is the next part of the same forward, else None."""
         is_next = isinstance(after, ForwardPart) and after.chain is self.chain and after.start == self.stop
         return replace(self, stop=after.stop) if is_next else None
 
@@ -112,16 +115,16 @@ class _Run:
     """One run of a part of a forward.
 
     Args:
-        value: the model's input where the part is the first one, else a `Value`.
+        value: the model's input for the first part, else a `Value`.
     """
 
     def __init__(self, chain: ForwardChain, start: int, stop: int, value: Any) -> None:
         self._chain, self._model, self._cuts, self._start, self._stop = chain, chain.model, chain.cuts, start, stop
         carried, self._inputs, calls = value if start else ([], value, [])
         self._calls, self._left_out = list(calls), iter(calls)
-        #: what has arrived
+        #: the tensors that arrived with the cut
         self._arrived = dict(zip(self._cuts.carried[start - 1] if start else (), carried, strict=True))
-        #: what is needed from the cuts on
+        #: the tensors that cross the cuts at both ends of the part
         self._wanted = {*self._arrived, *(self._cuts.carried[stop - 1] if not self._is_last else ())}
         self._seen: dict[Carried, Tensor] = {}
         self._numbers = Counter[str]()
@@ -134,7 +137,7 @@ class _Run:
         return self._stop > len(self._cuts.first_blocks)
 
     def run(self) -> Any:
-        """Return the value of the cut where the part ends, or the model's output."""
+        """Return the value of the cut at the end of the part, or the model's output."""
         names = dict.fromkeys(name for name, _ in self._cuts.events)
         calls: dict[str, Callable[..., Any]] = {
             name: partial(self._call, name, self._model.get_submodule(name)) for name in names
@@ -150,9 +153,9 @@ class _Run:
 
     def _value(self) -> Value:
         carried = self._cuts.carried[self._stop - 1]
-        if missing := [each for each in carried if each not in self._seen]:
+        if missing := [carrier for carrier in carried if carrier not in self._seen]:
             self._refuse(f"{missing[0].name} was not called")
-        return [self._seen[each] for each in carried], self._inputs, self._calls
+        return [self._seen[carrier] for carrier in carried], self._inputs, self._calls
 
     # -- calls of modules -------------------------------------------------------------------------------------
 
@@ -165,17 +168,17 @@ class _Run:
             self._refuse(f"{name} is called more often than with the example")
         if event.block is not None:
             self._enter(event.block)
-        taken = tree_flatten((args, kwargs))[0]
-        for carried in self._wanted_of(event, "taken"):
+        arguments = tree_flatten((args, kwargs))[0]
+        for carried in self._wanted_of(event, "argument"):
             if carried in self._arrived:
-                _overwrite(taken[carried.slot], self._arrived[carried])
-            self._seen[carried] = taken[carried.slot]
+                _overwrite(arguments[carried.slot], self._arrived[carried])
+            self._seen[carried] = arguments[carried.slot]
         if self._segment >= self._stop:
             raise _Ended
         if self._segment >= self._start:
             out = self._run_module(event, module, args, kwargs)
         else:
-            out = self._skip(event, taken)
+            out = self._skip(event, arguments)
             for hook in module._forward_hooks.values():
                 if hook.__module__ == _RECORDING:
                     hook(module, args, out)
@@ -190,38 +193,37 @@ class _Run:
             self._segment = self._cuts.first_blocks.index(block) + 1
 
     def _wanted_of(self, event: Event, side: str) -> list[Carried]:
-        return [
-            each for each in self._wanted if (each.name, each.number, each.side) == (event.name, event.number, side)
-        ]
+        key = (event.name, event.number, side)
+        return [carried for carried in self._wanted if (carried.name, carried.number, carried.side) == key]
 
-    def _skip(self, event: Event, taken: Sequence[Any]) -> Any:
-        """The results of a call that another stage has run: zeros, where they did not arrive."""
-        name, *given = next(self._left_out, [""])
+    def _skip(self, event: Event, arguments: Sequence[Any]) -> Any:
+        """Return the results of a call that another stage has run: zeros, unless they arrived."""
+        name, *results = next(self._left_out, [""])
         if name != event.name:
             self._refuse(f"it calls {event.name} where another stage has called {name or 'nothing'}")
         leaves: list[Any] = []
-        for slot, leaf in enumerate(given):
-            carried = Carried(event.name, event.number, "given", slot)
+        for slot, leaf in enumerate(results):
+            carried = Carried(event.name, event.number, "result", slot)
             arrived, alias = self._arrived.get(carried), event.aliases.get(slot)
             if alias is not None:
-                made = (taken if alias[0] == "taken" else leaves)[alias[1]]
-                if arrived is not None and alias[0] == "taken":
-                    _overwrite(made, arrived)
+                result = (arguments if alias[0] == "argument" else leaves)[alias[1]]
+                if arrived is not None and alias[0] == "argument":
+                    _overwrite(result, arrived)
             elif arrived is not None:
-                made = arrived
+                result = arrived
             elif slot in event.records:
-                made = event.records[slot]()
+                result = event.records[slot]()
             else:
-                made = self._like.new_zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, tuple) else leaf
-            leaves.append(made)
+                result = self._like.new_zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, tuple) else leaf
+            leaves.append(result)
             if carried in self._wanted:
-                self._seen[carried] = made
+                self._seen[carried] = result
         return tree_unflatten(leaves, event.structure)
 
     def _run_module(self, event: Event, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_inside = True
         try:
-            # what it draws is its own, whatever stage it is on; what lies before the blocks draws as without a pipeline
+            # a block draws from a stream of its own, on any stage; code before the blocks draws as without a pipeline
             with drawing_aside(event.name, event.number, self._like.device) if self._segment else nullcontext():
                 out = module(*args, **kwargs)
         finally:
@@ -234,24 +236,24 @@ class _Run:
                 self._refuse(f"{event.name} returned {structure} of other values than with the example")
             described.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
         for slot in event.records:
-            described[slot] = None  # no other stage needs it
+            described[slot] = None  # other stages make an empty one
         self._calls.append([event.name, *described])
-        for carried in self._wanted_of(event, "given"):
+        for carried in self._wanted_of(event, "result"):
             self._seen[carried] = leaves[carried.slot]
         return out
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
-            f"{type(self._model).__name__} under a pipeline: {what}. Its forward must call the same modules, in the "
-            f"same order, for each batch and on each rank (no layerdrop, no early exit), as it does with the example "
-            f"in training mode"
+            f"{type(self._model).__name__} under a pipeline: {what}. For each batch and on each rank its forward must "
+            f"call the same modules in the same order (no layerdrop, no early exit) as with the example in training "
+            f"mode"
         )
 
 
 def _overwrite(zeros: Tensor, arrived: Tensor) -> None:
-    """Give a tensor that others may hold, too, the values and the graph of what has arrived."""
+    """Give a tensor, which other code may refer to, the values and the graph of the tensor that has arrived."""
     if zeros.shape != arrived.shape:
         raise ValueError(f"a tensor of shape {list(zeros.shape)} arrived as {list(arrived.shape)}")
     if zeros.requires_grad and not zeros._is_view():
-        zeros.detach_()  # of what else has arrived it is no function
+        zeros.detach_()  # it does not depend on the other tensors that have arrived
     zeros.copy_(arrived)

@@ -1,4 +1,4 @@
-"""One forward of a model on zeros in the place of its parameters: which operations and modules ran, and on what."""
+"""One forward of a model with zeros as parameters: the operations and modules that ran, and their tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colossus.nest import tensors_within
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-#: take nothing of their tensor but its shape and dtype
+#: operators that use only the shape and dtype of their tensor
 _SHAPE_ONLY = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty, _aten.new_empty_strided, _aten.rand_like, _aten.randn_like, _aten.randint_like,
@@ -35,12 +35,13 @@ _ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item}
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on what is computed from parameters.
+    """An operation on tensors that are computed from parameters.
 
     Attributes:
-        reads, makes, writes: keys of storages that depend on parameters; ``makes`` and ``writes`` do from now on.
-        asks: Python gets values of what is read, or a shape by them.
-        line: of the model's code.
+        reads, makes, writes: keys of storages that depend on parameters; ``makes`` and ``writes`` depend on them from
+            this time.
+        asks: Python gets the values that are read, or a shape that depends on them.
+        line: the line of the model's code.
     """
 
     time: int
@@ -57,7 +58,7 @@ class Leaf:
 
     Attributes:
         slot: its index among the leaves.
-        is_whole: it holds each element of its storage once.
+        is_whole: each element of its storage is in it once.
     """
 
     slot: int
@@ -72,16 +73,16 @@ class Call:
 
     Attributes:
         began, ended: times.
-        taken, given: tensors among its arguments and its results.
-        others: (slot, type) of what else its results are.
+        arguments, results: tensors among its arguments and its results.
+        others: (slot, type) of its other results.
         draws: it draws random numbers of Python or numpy.
     """
 
     name: str
     began: int
     ended: int
-    taken: tuple[Leaf, ...]
-    given: tuple[Leaf, ...]
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
     others: tuple[tuple[int, type], ...]
     structure: TreeSpec
     draws: bool
@@ -92,8 +93,8 @@ class ForwardTrace:
     """The record of a forward, with a clock that ticks at each operation and at both ends of a module's call.
 
     Attributes:
-        calls: in the order in which they began.
-        dependent: key of a storage that depends on parameters -> since when; without those of parameters.
+        calls: the calls of modules, in the order in which they began.
+        dependent: key of a storage that depends on parameters -> the time since when; parameters are not in it.
         uses: name of a parameter or a buffer -> the times when an operation took it.
         rewrites: name, time and line of writes to buffers.
         draws: times of draws of torch's generators.
@@ -114,8 +115,8 @@ class ForwardTrace:
 def trace_forward(model: nn.Module, example: Any) -> tuple[ForwardTrace, Any, Any, OnZeros]:
     """Run the forward of a model that nobody needs afterwards: its parameters and buffers become zeros on the CPU.
 
-    All tensors are on the CPU, whatever device they would be on. What does not depend on a parameter has its values
-    (masks, positions), so that a forward may branch on them.
+    All tensors are on the CPU, whatever device the model names. Tensors that do not depend on a parameter have their
+    values (masks, positions), so that a forward may branch on them.
 
     Returns:
         The trace, the model's input and output, and the mode in which further forwards of the model run.
@@ -140,12 +141,12 @@ def _in_dtype(dtype: torch.dtype | None, leaf: Any) -> Any:
 
 
 def _call(mode: OnZeros, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    began, taken, state = mode.tick(), tree_leaves((args, kwargs)), _state_of_program()
+    began, arguments, state = mode.tick(), tree_leaves((args, kwargs)), _state_of_program()
     out = module(*args, **kwargs)
-    given, structure = tree_flatten(out)
-    others = tuple((slot, type(leaf)) for slot, leaf in enumerate(given) if not isinstance(leaf, Tensor))
+    results, structure = tree_flatten(out)
+    others = tuple((slot, type(leaf)) for slot, leaf in enumerate(results) if not isinstance(leaf, Tensor))
     draws = state != _state_of_program()
-    both = mode.leaves_of(taken), mode.leaves_of(given)
+    both = mode.leaves_of(arguments), mode.leaves_of(results)
     mode.trace.calls.append(Call(name, began, mode.tick(), *both, others, structure, draws))
     return out
 
@@ -156,16 +157,16 @@ def _state_of_program() -> tuple[Any, Any]:
 
 
 class OnZeros(OperatorMode):
-    """Inside, operations see zeros in the place of parameters, and are recorded in ``trace``."""
+    """A mode in which operations see zeros as parameters, and are recorded in ``trace``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.trace = ForwardTrace()
-        held = [*model.named_parameters(), *model.named_buffers()]
-        self._names = {self.key_of(tensor): name for name, tensor in held}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {self.key_of(tensor): name for name, tensor in tensors}
         self.trace.parameters = {self.key_of(parameter): name for name, parameter in model.named_parameters()}
-        #: no other storage may get the key of one that is gone
-        self._alive: list[Any] = [tensor.untyped_storage() for _, tensor in held]
+        #: storages stay alive, so that no later one gets the key of another
+        self._alive: list[Any] = [tensor.untyped_storage() for _, tensor in tensors]
         self._time = 0
 
     def tick(self) -> int:
@@ -173,12 +174,12 @@ class OnZeros(OperatorMode):
         return self._time
 
     def key_of(self, tensor: Tensor) -> int:
-        """Return what is equal for views of one tensor."""
+        """Return a key that all views of one tensor share."""
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         try:
             return tensor.untyped_storage()._cdata
-        except NotImplementedError:  # of sparse tensors
+        except NotImplementedError:  # a sparse tensor
             self._alive.append(tensor)
             return id(tensor)
 
@@ -211,8 +212,8 @@ class OnZeros(OperatorMode):
         assert kwargs is not None
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        keys = self.use(given)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        keys = self.use(operands)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.trace.draws.append(self._time)
         reads = frozenset[int]()
@@ -226,22 +227,22 @@ class OnZeros(OperatorMode):
         if func.overloadpacket in _EMPTY:
             out.zero_()
         if reads:
-            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self._record(reads, made, written, asks=bool(ASKS.intersection(func.tags)))
+            results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self._record(reads, results, written, asks=bool(ASKS.intersection(func.tags)))
         return out
 
-    def _record(self, reads: frozenset[int], made: Any, written: Any, *, asks: bool) -> None:
-        dependent, taken = self.trace.dependent, self.trace.parameters.keys()
-        makes = frozenset(self.key_of(tensor) for tensor in made) - reads - taken
-        writes = frozenset(self.key_of(tensor) for tensor in written) - taken
-        self._alive += [tensor.untyped_storage() for tensor in (*made, *written) if tensor.layout == torch.strided]
+    def _record(self, reads: frozenset[int], results: Any, written: Any, *, asks: bool) -> None:
+        dependent, parameters = self.trace.dependent, self.trace.parameters.keys()
+        makes = frozenset(self.key_of(tensor) for tensor in results) - reads - parameters
+        writes = frozenset(self.key_of(tensor) for tensor in written) - parameters
+        self._alive += [tensor.untyped_storage() for tensor in (*results, *written) if tensor.layout == torch.strided]
         for key in makes | writes:
             dependent.setdefault(key, self._time)
         self.trace.operations.append(Operation(self._time, reads, makes - writes, writes, asks, _line()))
 
 
 class _Asked(TorchFunctionMode):
-    """Inside, values that Python gets past torch's operators are recorded, too; no tensor says that it is on meta."""
+    """A mode that also records values that Python gets past torch's operators."""
 
     def __init__(self, mode: OnZeros) -> None:
         super().__init__()

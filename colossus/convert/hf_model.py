@@ -28,19 +28,19 @@ def hf_model(
     rules: Mapping[str, str] | None = None,
     blocks: str | Sequence[str] | None = None,
 ) -> nn.Module:
-    """A model of transformers with the loss of its logits: labels [batch, tokens] or [batch], those of -100 ignored.
+    """Return a model of transformers with the loss of its logits: labels [batch, tokens] or [batch], -100 is ignored.
 
-    Labels are those of the next token already, as the datasets of colossus give them.
+    Labels are already those of the next token, as the datasets of colossus return them.
 
     Args:
-        config: what its ``config.json`` says.
+        config: the content of its ``config.json``.
         native: for the config; always True.
         weights: a folder with its tensors under its own names; None for the initial values of transformers.
         architecture: its class; by default the config's first, or the one for causal language models.
-        rules, blocks: as of `colossus.parallelize`.
+        rules, blocks: see `colossus.parallelize`.
 
     Raises:
-        ValueError: without transformers, for a class it does not have, and for a config that it refuses.
+        ValueError: transformers is missing, lacks the class, or refuses the config.
         CheckpointError: the folder has other tensors than the model.
     """
     try:
@@ -51,10 +51,10 @@ def hf_model(
     kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM
     if kind is None:
         raise ValueError(f"transformers {transformers.__version__} has no class {named[0]!r}")
-    known = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
-        theirs = transformers.AutoConfig.for_model(config["model_type"], **known)
-    except Exception as error:  # it has classes of its own for them
+        theirs = transformers.AutoConfig.for_model(config["model_type"], **options)
+    except Exception as error:  # transformers raises errors of many classes
         raise ValueError(f"transformers refuses this config of a {config['model_type']!r}: {error}") from error
     theirs.name_or_path = weights or ""  # the folder whose tokenizer and settings of generation go along
     with_head = dict(rules or {})  # read once the model is made
@@ -66,7 +66,7 @@ def hf_model(
         head = getattr(model, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
             if is_linear(module) and module is head:
-                with_head.setdefault(name, HEAD)  # the last rule, so that one of the user's counts before it
+                with_head.setdefault(name, HEAD)  # the last rule, so that a rule of the user's applies before it
         return model
 
     model = parallelize(make, with_head, blocks=blocks)()
@@ -75,28 +75,28 @@ def hf_model(
 
 
 def loss_of_logits(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum, count) of the cross-entropy of ``outputs.logits`` [.., classes], which may be split over classes."""
+    """Return (sum, count) of the cross-entropy of ``outputs.logits`` [.., classes], which may be split over classes."""
     return cross_entropy(outputs.logits, batch["labels"])
 
 
 def _take_weights(model: Any, folder: Path) -> None:
-    """Let parameters be the tensors of a folder, by their own names, mapped and not read; what is tied stays tied."""
+    """Let the parameters be the tensors of a folder, by their own names, memory-mapped; tied parameters stay tied."""
     stored = stored_tensors(folder)
     tensors: dict[str, Tensor] = {}
-    for file in sorted({each.file for each in stored.values()}):
+    for file in sorted({tensor.file for tensor in stored.values()}):
         with safe_open(folder / file, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     prefix = f"{model.base_model_prefix}."
     names = {name: name for name in tensors}
     if not any(name.startswith(prefix) for name in names):  # saved from the base model alone
         names = {name: prefix + name for name in tensors if prefix + name in model.state_dict()} or names
-    found = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    by_name = {names.get(name, name): tensor for name, tensor in tensors.items()}
     other = [
-        f"{name} {list(tensor.shape)} (here {list(held.shape)})"
-        for name, held in model.state_dict().items()
-        if (tensor := found.get(name)) is not None and tensor.shape != held.shape
+        f"{name} {list(tensor.shape)} (here {list(own.shape)})"
+        for name, own in model.state_dict().items()
+        if (tensor := by_name.get(name)) is not None and tensor.shape != own.shape
     ]
-    missing, unexpected = ([], []) if other else model.load_state_dict(found, strict=False, assign=True)
+    missing, unexpected = ([], []) if other else model.load_state_dict(by_name, strict=False, assign=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = [name for name in missing if name not in tied]
     for title, some in (("of another shape", other), ("missing", missing), ("not in the model", unexpected)):

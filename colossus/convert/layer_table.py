@@ -1,4 +1,4 @@
-"""Which layer of ours is which module of torch: the one table, for both directions."""
+"""The table of which layer of ours corresponds to which module of torch, for both directions."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from colossus.torch_versions import batch_norm_has_bias
 class Row:
     """A layer with parameters or rates of its own, and the module of torch that computes the same.
 
-    Both keep what their constructors took as attributes, so that the arguments of one are read from the other.
+    Both keep the arguments of their constructors as attributes, so that the arguments of one are read from the other.
 
     Attributes:
         ours: the class of the layer.
         torch: the module with the same parameters, by the same names and shapes; None where torch has none.
-        arguments: of the constructor of ours, each an attribute of the same name.
-        present: argument of a constructor -> the parameter that is there where it is True.
-        renamed: argument of ours -> what torch calls it, where that differs.
-        not_given: arguments of ours that torch's is not given. A table that was ``sparse`` here has dense gradients in
-            torch: any optimizer takes them, and torch has no others of bags with ``mode="max"``.
+        arguments: arguments of our constructor, each an attribute of the same name.
+        present: argument of a constructor -> the parameter that exists where it is True.
+        renamed: our name of an argument -> torch's, where they differ.
+        omitted: our arguments that torch's constructor does not get. A table that is ``sparse`` here has dense
+            gradients in torch: any optimizer takes them, and torch has no others for bags with ``mode="max"``.
     """
 
     ours: type[Layer]
@@ -45,49 +45,49 @@ class Row:
     arguments: tuple[str, ...]
     present: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    not_given: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
 
     def our_arguments(self, layer: nn.Module, has: Callable[[str], bool]) -> dict[str, Any]:
-        """What the constructor of ours takes for a layer like this.
+        """Return the arguments of our constructor for a layer like this.
 
         Args:
-            has: whether the whole model has this parameter of the layer, whatever this stage of a pipeline holds.
+            has: returns whether the whole model has this parameter of the layer, on whatever stage of a pipeline.
         """
-        given = {name: getattr(layer, name) for name in self.arguments}
-        return given | {name: has(parameter) for name, parameter in self.present.items()}
+        arguments = {name: getattr(layer, name) for name in self.arguments}
+        return arguments | {name: has(parameter) for name, parameter in self.present.items()}
 
     def torch_arguments(self, layer: nn.Module, has: Callable[[str], bool]) -> dict[str, Any]:
-        """What the constructor of torch's takes for a module that computes what the layer does."""
-        given = self.our_arguments(layer, has)
-        return {self.renamed.get(name, name): value for name, value in given.items() if name not in self.not_given}
+        """Return the arguments of torch's constructor for a module that computes what the layer does."""
+        arguments = self.our_arguments(layer, has)
+        return {self.renamed.get(name, name): value for name, value in arguments.items() if name not in self.omitted}
 
     def arguments_of_torch(self, module: nn.Module) -> dict[str, Any]:
-        """What the constructor of ours takes for a layer that computes what a module of torch does."""
-        given = {name: getattr(module, self.renamed.get(name, name)) for name in self.arguments}
-        if "num_embeddings" in given:  # a constructor may have cut or grown the weight alone
-            given["num_embeddings"], given["embedding_dim"] = module._parameters["weight"].shape  # type: ignore[union-attr]
-        return given | {name: module._parameters.get(leaf) is not None for name, leaf in self.present.items()}
+        """Return the arguments of our constructor for a layer that computes what a module of torch does."""
+        arguments = {name: getattr(module, self.renamed.get(name, name)) for name in self.arguments}
+        if "num_embeddings" in arguments:  # a constructor may have cut or grown the weight alone
+            arguments["num_embeddings"], arguments["embedding_dim"] = module._parameters["weight"].shape  # type: ignore[union-attr]
+        return arguments | {name: module._parameters.get(leaf) is not None for name, leaf in self.present.items()}
 
 
 _BIAS = {"bias": "bias"}
 _ROUTER = ("score", "norm_topk", "bias_update", "aux_loss", "z_loss")
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
 _BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight", "bias": "bias"}
-_NOT_GIVEN = () if batch_norm_has_bias else ("bias",)
+_OMITTED = () if batch_norm_has_bias else ("bias",)
 _HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
-#: the first row of a module of torch is the one that stands for it
+#: a module of torch is replaced by the layer of its first row
 ROWS = (
     Row(Linear, nn.Linear, ("in_features", "out_features"), _BIAS),
     Row(LMHead, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
     Row(Classifier, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
-    Row(Embedding, nn.Embedding, _TABLE, not_given=("sparse",)),
-    Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), not_given=("sparse",)),
+    Row(Embedding, nn.Embedding, _TABLE, omitted=("sparse",)),
+    Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), omitted=("sparse",)),
     Row(LayerNorm, nn.LayerNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight", "bias": "bias"}),
     Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
-    Row(BatchNorm1d, nn.BatchNorm1d, *_BATCH_NORM, not_given=_NOT_GIVEN),
-    Row(BatchNorm2d, nn.BatchNorm2d, *_BATCH_NORM, not_given=_NOT_GIVEN),
-    Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM, not_given=_NOT_GIVEN),
-    Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM, not_given=_NOT_GIVEN),
+    Row(BatchNorm1d, nn.BatchNorm1d, *_BATCH_NORM, omitted=_OMITTED),
+    Row(BatchNorm2d, nn.BatchNorm2d, *_BATCH_NORM, omitted=_OMITTED),
+    Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM, omitted=_OMITTED),
+    Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM, omitted=_OMITTED),
     Row(Dropout, nn.Dropout, ("p",)),
     Row(RoutedExperts, None, ("hidden_size", "ffn_size", "num_experts")),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
@@ -101,5 +101,5 @@ ROW_OF: dict[type, Row] = {row.ours: row for row in ROWS}
 
 
 def row_of(module: nn.Module) -> Row | None:
-    """The row of a layer of ours, or of a class derived from one; None for anything else."""
+    """Return the row of a layer of ours, or of a class derived from one; None for any other module."""
     return next((ROW_OF[kind] for kind in type(module).__mro__ if kind in ROW_OF), None)

@@ -1,4 +1,4 @@
-"""Models like one that is being built, and forwards of them on the meta device, before that one is swapped."""
+"""Trial models equal to one that is being built, and their forwards on the meta device, before that one is swapped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from colossus.random import GLOBAL_RNG
 
 
 def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[], nn.Module]]:
-    """Return the model that ``factory`` makes in the build that runs, and a function that makes models like it to try.
+    """Return the model that ``factory`` makes in the current build, and a function that makes equal models to try.
 
-    A forward may leave anything in a model (tables, hooks, statistics), so each trial runs on one of its own, of which
-    the build sees nothing. It is on the meta device, in training mode as the model of an engine is, and made by a
+    A forward may leave anything in a model (tables, hooks, statistics), so each trial runs on a model of its own, which
+    the build does not see. It is on the meta device, in training mode as the model of an engine is, and made by a
     second call of the factory with the same random numbers. Where parameters have values already (they were read from
-    files, or the model was made before) a second call could cost much, or give the same modules: then it is a copy.
+    files, or the model was made before), a second call could cost much, or return the same modules: then the trial is a
+    copy.
     """
     state = GLOBAL_RNG.get_state()
     model = factory()
@@ -37,8 +38,8 @@ def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[
                 trial = copied_to_meta(model)
         if _shapes(trial) != _shapes(model):
             raise ValueError(
-                f"{type(model).__name__}: a second call of its factory gives a model with other parameters. The "
-                f"forward is tried on a model of its own: let the factory make the same model whenever it is called"
+                f"{type(model).__name__}: a second call of its factory returns a model with other parameters. The "
+                f"forward is tried on a second model: the factory must make the same model whenever it is called"
             )
         if not trial.training:
             trial.train()
@@ -58,8 +59,8 @@ def copied_to_meta(model: nn.Module) -> nn.Module:
             return copy.deepcopy(model, memo)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} cannot be copied, to be tried on the meta device ({error}): make it, without "
-                f"reading weights, in the factory"
+                f"{type(model).__name__} cannot be copied for a trial on the meta device ({error}): make it in the "
+                f"factory, without reading weights"
             ) from error
 
 
@@ -70,11 +71,12 @@ def _shapes(model: Any) -> Any:
 def run_on_meta(
     model: nn.Module, example: Any, calls: Mapping[str, Callable[..., Any]] | None = None
 ) -> tuple[Any, ForwardFlow]:
-    """Return the output of a model on meta, and what its forward used. The model is of no use for another trial.
+    """Return the output of a model on meta, and the mode with the uses of its forward.
 
     Args:
-        example: an input of the model: a tensor, or a dict of its keyword arguments. One on meta is taken for ones.
-        calls: name of a module -> what is called in its place.
+        model: a trial model; it cannot be used for another trial.
+        example: an input of the model: a tensor, or a dict of its keyword arguments. A tensor on meta stands for ones.
+        calls: name of a module -> the function that is called in its place.
     """
     flow = ForwardFlow(model)
     with torch.enable_grad(), running_on_meta(example) as example, standing_in(model, calls or {}), flow:
@@ -83,10 +85,10 @@ def run_on_meta(
 
 @contextmanager
 def trying(example: Any) -> Iterator[Any]:
-    """Inside, forwards of a model leave nothing behind but in it: in random numbers, in a build that runs.
+    """Let forwards inside the context change only their model, not random numbers or the current build.
 
     Yields:
-        The example, ones in the place of tensors on meta.
+        The example, with ones in place of tensors on meta.
     """
     with _disable_current_modes(), GLOBAL_RNG.preserved():
         yield tree_map(_with_values, example)
@@ -94,13 +96,13 @@ def trying(example: Any) -> Iterator[Any]:
 
 @contextmanager
 def running_on_meta(example: Any) -> Iterator[Any]:
-    """Try a model on the meta device as `trying` does: its tensors say that they are on the CPU."""
+    """Try a model on the meta device as `trying` does; its tensors say that they are on the CPU."""
     with trying(example) as example, _HideDevice():
         yield example
 
 
 class _HideDevice(TorchFunctionMode):
-    """Says of a tensor on meta that it is on the CPU: there is no autocast of the meta device, say."""
+    """A mode in which a tensor on meta says that it is on the CPU; autocast, for one, has no meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,13 +115,13 @@ class _HideDevice(TorchFunctionMode):
 
 
 def _on_one_device(args: Any, kwargs: Any) -> Any:
-    """Return the arguments, all on the meta device if one is: what was written to a ``new_empty`` is not."""
+    """Return the arguments, all on meta if one is; a ``new_empty`` into which values were written is not."""
     with torch._C.DisableTorchFunction():  # a build hides the device
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with_values = {id(tensor) for tensor in tensors if tensor.device.type != "meta"}
     if len(with_values) == len(tensors):
         return args, kwargs
-    with _disable_current_modes():  # else one that depends on no parameter keeps its values
+    with _disable_current_modes():  # the flow would keep the values of tensors that depend on no parameter
         return tree_map(lambda leaf: leaf.to("meta") if id(leaf) in with_values else leaf, (args, kwargs))
 
 

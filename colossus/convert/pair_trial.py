@@ -1,4 +1,4 @@
-"""A run of a model on the meta device in which its linears are columns and rows of pairs: is that refused?"""
+"""A run of a model on the meta device with its linears as columns and rows of pairs, to see if that is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Refused(Exception):
-    """Ends a run: these columns cannot give split features."""
+    """Ends a run, because these columns cannot return split features."""
 
     def __init__(self, names: Iterable[str], why: str) -> None:
         super().__init__(why)
@@ -34,14 +34,14 @@ class _Refused(Exception):
 
 
 class PairTrial(TorchFunctionMode):
-    """A run in which linears are columns and rows of pairs. As a mode it follows which columns a tensor comes from.
+    """A run in which linears are columns and rows of pairs. As a mode it tracks the columns behind each tensor.
 
-    What is between a column and a row runs backward, too, when the row is reached: a user's own autograd function may
-    meet parts there alone. Elsewhere nothing does.
+    When a row is reached, the code between it and its columns runs backward, too, since a user's own autograd function
+    may meet parts only there. No other code runs backward.
 
     Attributes:
-        roles: name of a linear -> what it was in the run.
-        reasons: name of a linear that was neither -> why.
+        roles: name of a linear -> its role in the run.
+        reasons: name of a linear that had no role -> the reason.
     """
 
     def __init__(self, model: nn.Module, parallel: ModelParallel, linears: Sequence[str]) -> None:
@@ -53,24 +53,24 @@ class PairTrial(TorchFunctionMode):
         self._calls: Counter[str] = Counter()
         self._paired: set[str] = set()
         self._inputs: list[tuple[Tensor, str]] = []
-        #: of columns, from which what follows was computed
+        #: the outputs of columns, from which later tensors were computed
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._runs_backward = False
-        #: of the last tensor of a column that anything was done with
+        #: the columns behind the last tensor with split features that an operation took
         self._last = _NONE
         whole, inner = parallel.regions.whole, parallel.regions.inner
         size = parallel.context.size
-        self._samples_ways, self._inner_ways = (size(each.batch) if each.batch else 1 for each in (whole, inner))
+        self._samples_ways, self._inner_ways = (size(r.batch) if r.batch else 1 for r in (whole, inner))
         self._features_ways = size(inner.features) if inner.features else 1
 
     def run(self, example: Any) -> dict[str, str]:
-        """Return why a column cannot be one, by its name; nothing for a run in which all could."""
+        """Return the columns that cannot be columns -> the reason; an empty dict if all could."""
         calls: dict[str, Callable[..., Any]] = {
-            name: partial(self._linear, name, each) for name, each in self.linears.items()
+            name: partial(self._linear, name, linear) for name, linear in self.linears.items()
         }
         for name, module in self._model.named_modules():
             if torch_class_of(module) is nn.Dropout:
-                calls[name] = partial(_dropped, module)
+                calls[name] = partial(_dropout, module)
         try:
             with self:
                 output, _ = run_on_meta(self._model, example, calls)
@@ -80,7 +80,7 @@ class PairTrial(TorchFunctionMode):
             names = self._last or [name for name, role in self.roles.items() if role == COLUMN]
             if not names:
                 raise
-            return dict.fromkeys(names, what_it_says(error))
+            return dict.fromkeys(names, one_line(error))
         refused: dict[str, str] = {}
         for leaf in tree_leaves(output):
             refused |= dict.fromkeys(_sources(leaf), "its features reach the model's output")
@@ -107,9 +107,9 @@ class PairTrial(TorchFunctionMode):
         sharding = self._parallel.shardings.choose(role, in_features, {"": out_features})
         if isinstance(sharding, list):
             if is_split:
-                raise _Refused(sources, f"{name}, which takes its features, cannot be a row: {what_it_says(sharding)}")
-            self.reasons[name] = what_it_says(sharding)
-            return _made(x, x.shape[0], out_features).clone()
+                raise _Refused(sources, f"{name} takes its features and cannot be a row: {one_line(sharding)}")
+            self.reasons[name] = one_line(sharding)
+            return _linear_output(x, x.shape[0], out_features).clone()
         if self.roles.setdefault(name, role) != role:
             raise _Refused({name, *sources}, f"{name} is called with whole and with split features")
         if isinstance(x, ShardedTensor) and is_split:
@@ -122,13 +122,13 @@ class PairTrial(TorchFunctionMode):
             raise _Refused(
                 {name},
                 f"its input of shape {tuple(x.shape)} has no samples in dim 0 that divide over the "
-                f"{self._inner_ways} ranks that split them inside of a pair",
+                f"{self._inner_ways} ranks that split them inside a pair",
             )
         self._inputs.append((x, name))
         placement = x.placement if isinstance(x, ShardedTensor) else self._parallel.whole_placement
-        made = _made(x, samples, out_features // self._features_ways)
-        self._outputs[name].append(made)
-        out = wrap(made.clone(), placement.moved(self._parallel.regions.inner, x.dim()))
+        output = _linear_output(x, samples, out_features // self._features_ways)
+        self._outputs[name].append(output)
+        out = wrap(output.clone(), placement.moved(self._parallel.regions.inner, x.dim()))
         vars(out)["_sources"] = self._last = frozenset({name})
         return out
 
@@ -137,26 +137,26 @@ class PairTrial(TorchFunctionMode):
         if not placement.is_standard(local.dim()) or local.shape[-1] * self._features_ways != in_features:
             raise _Refused(
                 sources,
-                f"{name}, which takes its features, has {in_features} in the last dim, but they come as {x!r}",
+                f"{name} takes its features and needs {in_features} of them in the last dim, but gets {x!r}",
             )
         self._run_backward(local, sources)
         self._paired |= sources
-        return _made(local, local.shape[0] * self._inner_ways // self._samples_ways, out_features).clone()
+        return _linear_output(local, local.shape[0] * self._inner_ways // self._samples_ways, out_features).clone()
 
     def _run_backward(self, x: Tensor, sources: frozenset[str]) -> None:
-        """Run backward what is between columns and the row that ``x``, a rank's part, is given to."""
-        if self._runs_backward or not x.requires_grad:  # what is checkpointed runs forward again meanwhile
+        """Run backward from ``x``, a rank's part of a row's input, to the outputs of its columns."""
+        if self._runs_backward or not x.requires_grad:  # checkpointed code runs its forward again here
             return
         columns = [output for name in sources for output in self._outputs[name]]
         self._runs_backward = True
         try:
             torch.autograd.grad(x, columns, _on_meta(x.shape, x.dtype), retain_graph=True, allow_unused=True)
         except Exception as error:
-            raise _Refused(sources, f"in backward, {what_it_says(error)}") from error
+            raise _Refused(sources, f"in backward, {one_line(error)}") from error
         finally:
             self._runs_backward = False
 
-    # -- what is between them -----------------------------------------------------------------------------
+    # -- the code between columns and rows ----------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,37 +169,37 @@ class PairTrial(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
         except (ValueError, RuntimeError, IndexError) as error:
-            raise _Refused(sources, what_it_says(error)) from error
+            raise _Refused(sources, one_line(error)) from error
         for leaf in tree_leaves(out):
             if isinstance(leaf, ShardedTensor):
                 vars(leaf)["_sources"] = sources
         return out
 
 
-def _made(x: Tensor, samples: int, features: int) -> Tensor:
-    """Return what a linear makes of ``x``, of so many samples; as a leaf, which code may not write to."""
+def _linear_output(x: Tensor, samples: int, features: int) -> Tensor:
+    """Return the output of a linear for ``samples`` samples of ``x``, as a leaf, which code may not write to."""
     return _on_meta((samples, *x.shape[1:-1], features), x.dtype).requires_grad_()
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without values, on which nothing may branch; in a `ForwardFlow` one of its own would get some."""
+    """Return a tensor on meta; a `ForwardFlow` would give it values, on which code may branch."""
     with _disable_current_modes():
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _sources(x: Any) -> frozenset[str]:
-    """The columns that a tensor's split features come from."""
-    found: frozenset[str] = vars(x).get("_sources", _NONE) if isinstance(x, ShardedTensor) else _NONE
-    return found
+    """Return the columns from which a tensor's split features come."""
+    sources: frozenset[str] = vars(x).get("_sources", _NONE) if isinstance(x, ShardedTensor) else _NONE
+    return sources
 
 
-def _dropped(module: nn.Dropout, x: Tensor) -> Tensor:
-    """`colossus.layers.Dropout`, which takes its place, is right on any part."""
+def _dropout(module: nn.Dropout, x: Tensor) -> Tensor:
+    """Return dropout's output: the input, where features are split, since `colossus.layers.Dropout` takes any part."""
     return x if _sources(x) else nn.functional.dropout(x, module.p, module.training)
 
 
-def what_it_says(error: Exception | list[IndivisibleSize]) -> str:
-    """Return an error in one line, and the place in the model, without what it says of remedies."""
+def one_line(error: Exception | list[IndivisibleSize]) -> str:
+    """Return an error in one line, with the place in the model, and without its remedies."""
     if isinstance(error, list):
         return "; ".join(map(str, error))
     what, _, place = str(error).partition("\n")

@@ -1,10 +1,10 @@
-"""Which linears of a model that is not changed can be column/row pairs: found by a run of it on the meta device.
+"""The column/row pairs among the linears of an unchanged model, found by runs of it on the meta device.
 
-In that run each linear that is given whole features gives split ones, as a column linear does, and one that is given
-split features takes them, as a row linear does. What is between them runs on `ShardedTensor`s of the shapes that a rank
-has, under the rules of these, forward and backward: what is refused there would be refused in a train step, so those
-columns are whole in the next run. The first run in which nothing is refused has the pairs. There is a run for each
-example (with and without a mask, say).
+In such a run each linear with whole features as its input returns split ones, as a column linear does, and one with
+split features takes them, as a row linear does. The code between them runs on `ShardedTensor`s of the shapes of a rank,
+under their rules, forward and backward. An error there would be an error of a train step, so those columns are whole in
+the next run. The first run without an error has the pairs. There is a run for each example (with and without a mask,
+say).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from colossus.convert.pair_trial import PairTrial, what_it_says
+from colossus.convert.pair_trial import PairTrial, one_line
 from colossus.convert.past_uses import WHY as USED_PAST
 from colossus.convert.past_uses import of_any_layer, weights_used_past
-from colossus.convert.swap import holders_of, is_linear, why_not_its_class
+from colossus.convert.swap import extra_behaviour, holders_of, is_linear
 from colossus.layers.model_parallel import ModelParallel
 
 
@@ -29,7 +29,7 @@ class Pairs:
 
     Attributes:
         splits: name of a linear -> ``"column"`` or ``"row"``.
-        shared: columns of one module that are given the same tensor, for `colossus.layers.linear.share_input`.
+        shared: columns of one module with the same input tensor, for `colossus.layers.linear.share_input`.
         reasons: name of any other linear -> why it is whole.
         used_past: names of modules whose weight is used otherwise than by a call of them.
     """
@@ -43,20 +43,20 @@ class Pairs:
 def find_pairs(
     make: Callable[[], nn.Module], examples: Sequence[Any], parallel: ModelParallel, whole: Container[str] = ()
 ) -> Pairs:
-    """Return the column/row pairs among the linears of a model. Layers of one number or another decide alike.
+    """Return the column/row pairs among the linears of a model. Layers that differ only in their number decide alike.
 
     Args:
         make: makes a model on meta, for one run.
-        examples: inputs of the model, with the samples of one rank, as of `run_on_meta`: pairs hold in all of them.
-            One that the model does not take is left out.
+        examples: inputs of the model for `run_on_meta`, with the samples of one rank: pairs must hold in all of them.
+            An example that the model does not take is left out.
         whole: names of linears that are no candidates.
 
     Raises:
-        ValueError: for a forward that does not run on meta with any of the examples.
+        ValueError: the forward runs on meta with none of the examples.
     """
     model = make()
     linears = {name: module for name, module in model.named_modules() if is_linear(module) and name not in whole}
-    reasons = _not_alone(model, linears)
+    reasons = _unsuitable(model, linears)
     running, used_past = _running(make, examples)
     reasons |= dict.fromkeys(used_past, USED_PAST)
     while True:
@@ -65,11 +65,11 @@ def find_pairs(
         refused: dict[str, str] = {}
         for example in running:
             trials.append(PairTrial(make(), parallel, candidates))
-            refused = trials[-1].run(example) or _of_two_roles(trials)
+            refused = trials[-1].run(example) or _with_two_roles(trials)
             if refused:
                 break
         else:
-            return _of_all(trials, candidates, reasons, used_past)
+            return _combine(trials, candidates, reasons, used_past)
         for name in candidates:
             for other, why in refused.items():
                 if of_any_layer(name) == of_any_layer(other):
@@ -77,7 +77,7 @@ def find_pairs(
 
 
 def _running(make: Callable[[], nn.Module], examples: Sequence[Any]) -> tuple[list[Any], set[str]]:
-    """Return the examples with which a model runs on meta, and the modules whose weights it uses past them then."""
+    """Return the examples that a model takes on meta, and the modules whose weights it then uses past them."""
     running: list[Any] = []
     used_past: set[str] = set()
     errors: list[Exception] = []
@@ -90,13 +90,13 @@ def _running(make: Callable[[], nn.Module], examples: Sequence[Any]) -> tuple[li
             errors.append(error)
     if not running:
         raise ValueError(
-            f"{type(model).__name__} does not run on the meta device, so no pairs are found: {what_it_says(errors[0])}"
+            f"{type(model).__name__} does not run on the meta device, so no pairs are found: {one_line(errors[0])}"
         ) from errors[0]
     return running, used_past
 
 
-def _of_two_roles(trials: Sequence[PairTrial]) -> dict[str, str]:
-    """Return why linears are none of a pair that were a column in one of the runs and a row in another."""
+def _with_two_roles(trials: Sequence[PairTrial]) -> dict[str, str]:
+    """Return the linears that were a column in one of the runs and a row in another -> the reason."""
     roles: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
         for name, role in trial.roles.items():
@@ -104,7 +104,7 @@ def _of_two_roles(trials: Sequence[PairTrial]) -> dict[str, str]:
     return {name: "is called with whole and with split features" for name, several in roles.items() if len(several) > 1}
 
 
-def _of_all(
+def _combine(
     trials: Sequence[PairTrial], candidates: Iterable[str], reasons: dict[str, str], used_past: Collection[str]
 ) -> Pairs:
     """Return the pairs that hold in all of these runs."""
@@ -118,8 +118,8 @@ def _of_all(
     return Pairs(roles, shared, uncalled | reasons, used_past)
 
 
-def _not_alone(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Name of a linear -> why it is no candidate, of those that share a parameter or are more than their class."""
+def _unsuitable(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return name of a linear -> why it is no candidate: it shares a parameter, or its class does more."""
     holders, reasons = holders_of(model), {}
     for name, module in linears.items():
         others = [
@@ -129,6 +129,6 @@ def _not_alone(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, 
         ]  # fmt: skip
         if others:
             reasons[name] = f"shares a parameter with {', '.join(dict.fromkeys(others))}"
-        elif why := why_not_its_class(module):
+        elif why := extra_behaviour(module):
             reasons[name] = why
     return reasons

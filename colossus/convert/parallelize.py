@@ -1,4 +1,4 @@
-"""`parallelize`: a model of plain torch, or of transformers, as it is, under every plan."""
+"""`parallelize`: an unchanged model of plain torch, or of transformers, under every plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import is_chain
 from colossus.registry import nearest
 
-#: what a rule of a kind names, where that is no linear
+#: the modules that a rule of a kind names, where they are no linears
 _WHAT = {EXPERTS: "modules of experts", TORCH: "modules"}
 
 
@@ -48,62 +48,61 @@ def parallelize(
     example: Any = None,
     blocks: str | Sequence[str] | None = None,
 ) -> Callable[[], nn.Module]:
-    """A factory for `colossus.initialize` of a model that knows nothing of colossus.
+    """Return a factory for `colossus.initialize` of a model that does not know colossus.
 
         make = colossus.parallelize(lambda: AutoModelForCausalLM.from_config(config))
         engine = colossus.initialize("config.py", model=make, loss_fn=loss)
 
     The model is built on the meta device, and its ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``, ``nn.Dropout``
     and batch norms, and transformers' ``Conv1D``, become the layers of colossus that compute the same. Each takes and
-    gives whole activations, so that the model is right as it is written. Its first values are those that it has in
-    plain torch by the same names; its state dict keeps names, and shapes but for ``Conv1D``'s weight, which is
-    [out, in].
+    returns whole activations, so that the model's code stays right. Its initial values are those that it has in plain
+    torch under the same names. Its state dict keeps names and shapes, except that ``Conv1D``'s weight is [out, in].
 
-    What is between two linears stays split where ``rules`` say so, or where a run of the model on the meta device shows
-    that everything there works on split features (heads are features): such a pair saves moving what is between.
+    Activations between two linears stay split where ``rules`` say so, or where a run of the model on the meta device
+    shows that all code there works on split features (heads are features). Such a pair saves moving them.
 
     Args:
         factory: a class or function without arguments.
-        rules: pattern (`fnmatch`) of the names of linears -> ``"column"``, ``"row"``, ``"head"`` (gives a rank's part
-            of the logits, for `colossus.layers.cross_entropy`), ``"whole"``; of transformers' experts, which
-            `parallel.expert` spreads over ranks, ``"experts"`` or ``"whole"``; of any module ``"torch"``, which leaves
-            it, and what is in it, as it is, whole on each rank. The first that meets a name counts, before what is
-            found. A pair whose sizes do not divide is an error then.
-        example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
-            batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models two are
-            made from their config, with and without masks, and pairs hold in both.
+        rules: pattern (`fnmatch`) of module names -> kind. Linears: ``"column"``, ``"row"``, ``"whole"`` or ``"head"``
+            (it returns a rank's part of the logits, for `colossus.layers.cross_entropy`). transformers' experts:
+            ``"experts"``, which `parallel.expert` spreads over ranks, or ``"whole"``. Any module: ``"torch"``, which
+            leaves it and its children as they are, whole on each rank. The first rule that matches a name applies,
+            before automatic pairs. A ruled pair whose sizes do not divide is an error.
+        example: an input of the model with a few samples: a tensor, or a dict of arguments, with masks if batches have
+            them. Finding pairs and a pipeline need it. Models of transformers get two from their config, with and
+            without masks, and pairs hold in both.
         blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the list of one
             class with the most parameters.
 
     Returns:
-        The factory. A batch whose inputs are a dict of names of arguments calls the model with these.
+        The factory. A batch whose inputs are a dict is passed as keyword arguments.
 
     Raises, when the factory is called:
-        ValueError: for a rule that meets no linear, or that a linear cannot follow; outside of a build.
+        ValueError: a rule matches no linear, or a linear cannot follow its rule, or no model is being built.
     """
 
     def make() -> nn.Module:
         if not is_building():
             raise ValueError(
-                "a factory of colossus.parallelize is called while a model is built: pass it to "
+                "a factory of colossus.parallelize can only be called while a model is built: pass it to "
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
         model, make_trial = with_trials(partial(_without_cache, factory))
         return _converted(model, make_trial, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
 
     name = getattr(factory, "__name__", type(factory).__name__)
-    make.__name__ = make.__qualname__ = name  # as which a config's model is shown
+    make.__name__ = make.__qualname__ = name  # the name under which a config shows its model
     return make
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `parallelize` has made of a model.
+    """The result of `parallelize` for a model.
 
     Attributes:
-        swaps: by name of the module.
-        shared: linears that are given one tensor, which moves for all of them once.
-        note: why no pairs were looked for; empty where they were.
+        swaps: name of a module -> its swap.
+        shared: groups of linears with one input tensor, which moves once for all of them.
+        note: why no search for pairs took place; empty where it did.
     """
 
     swaps: Mapping[str, Swap]
@@ -112,13 +111,15 @@ class Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """None of a model that `parallelize` has not made."""
+    """Return the conversion of a model that `parallelize` made, else None."""
     return vars(model).get("_colossus_conversion")
 
 
 def _without_cache(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Return its model. What a cache of keys and values would keep, a train step never reads; `colossus.hf.save` writes
-    the configs as they came."""
+    """Return the factory's model with caching of keys and values off, since a train step never reads the cache.
+
+    `colossus.hf.save` writes the configs as they were.
+    """
     model = factory()
     cached: list[Any] = []
     for module in model.modules() if isinstance(model, nn.Module) else ():
@@ -143,28 +144,28 @@ def _converted(
         if not examples:
             raise ValueError(
                 f"{type(model).__name__}: parallel.pipeline = {context.size('pipeline')} finds the blocks of a model "
-                f"in a run of it, for which it needs an example of what it is called with, of a few samples: "
-                f"example=torch.zeros(2, ..), or a dict of arguments, for colossus.parallelize or in the config's "
-                f"model = dict(type='torch', ..). Or let the model say what its blocks are (def pipeline_blocks)"
+                f"by running it, and needs an example of its input with a few samples: pass "
+                f"example=torch.zeros(2, ..), or a dict of arguments, to colossus.parallelize or in the config's "
+                f"model = dict(type='torch', ..). Or define the model's blocks (def pipeline_blocks)"
             )
         make_chain(model, examples[0], blocks, trial=make_trial())
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     experts = [name for name, module in model.named_modules() if is_experts(module)]
-    given = _by_rules(rules, [name for name, _ in model.named_modules()], linears, experts)
+    ruled = _by_rules(rules, [name for name, _ in model.named_modules()], linears, experts)
     if _is_reference.get():
-        given = {name: TORCH for name, module in model.named_modules() if isinstance(module, TABLES)}
-    found, note = Pairs(), ""
+        ruled = {name: TORCH for name, module in model.named_modules() if isinstance(module, TABLES)}
+    pairs, note = Pairs(), ""
     if context.size("tensor") > 1:
-        found, note = _found_pairs(make_trial, examples, given)
+        pairs, note = _search_pairs(make_trial, examples, ruled)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
-    used_past = {name: TORCH for name in found.used_past if given.get(name) not in (COLUMN, ROW)}
-    kinds = {**over_ranks, **found.splits, **given, **used_past}
-    swapper = Swapper(model, kinds, found.reasons)
+    used_past = {name: TORCH for name in pairs.used_past if ruled.get(name) not in (COLUMN, ROW)}
+    kinds = {**over_ranks, **pairs.splits, **ruled, **used_past}
+    swapper = Swapper(model, kinds, pairs.reasons)
     model = swapper.run()
-    for group in found.shared:
+    for group in pairs.shared:
         share_input([module for name in group if isinstance(module := model.get_submodule(name), Linear)])
-    vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, found.shared, note)
-    if context.size("pipeline") == 1:  # else its blocks are called, and not the model
+    vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, pairs.shared, note)
+    if context.size("pipeline") == 1:  # a pipeline calls its blocks, not the model
         model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
     return model
 
@@ -174,7 +175,7 @@ _is_reference = ContextVar("is_reference", default=False)
 
 @contextmanager
 def as_reference() -> Iterator[None]:
-    """Inside, modules with weights stay torch's own: for the run in one process that a plan is compared with."""
+    """Leave modules with weights torch's own inside the context, for the reference run in one process."""
     token = _is_reference.set(True)
     try:
         yield
@@ -183,15 +184,13 @@ def as_reference() -> Iterator[None]:
 
 
 def examples_of(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return what a model of transformers can be called with: two samples, of tokens without masks and with masks.
-
-    Of any other model it is nothing."""
+    """Return inputs of a model of transformers, two samples each, without and with masks; of other models none."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
         return []
     if name == "pixel_values" and hasattr(config, "num_channels"):
-        size = getattr(config, "image_size", 224)  # a network of convolutions takes any
+        size = getattr(config, "image_size", 224)  # a network of convolutions takes any size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return [{name: torch.zeros(2, config.num_channels, height, width, device="meta")}]
     if name != "input_ids":
@@ -199,52 +198,52 @@ def examples_of(model: nn.Module) -> list[dict[str, Tensor]]:
     ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     example = {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    return [example, example | {each.replace("input_ids", "attention_mask"): mask for each in example}]
+    return [example, example | {key.replace("input_ids", "attention_mask"): mask for key in example}]
 
 
 def _by_rules(
     rules: Mapping[str, str], modules: Sequence[str], linears: Sequence[str], experts: Sequence[str]
 ) -> dict[str, str]:
-    """Return the kind of each linear, of experts and of what stays torch's, by name, of those that a rule meets.
+    """Return name -> kind of the linears, experts and modules that stay torch's, for the names that a rule matches.
 
     Raises:
-        ValueError: for a rule of another kind, or that meets none.
+        ValueError: a rule has another kind, or matches no name.
     """
     kinds: dict[str, str] = {}
     for pattern, kind in rules.items():
         if kind not in KINDS:
             raise ValueError(f"rules: {pattern!r}: {kind!r} is none of {', '.join(map(repr, KINDS))}")
-        known = {WHOLE: [*linears, *experts], EXPERTS: experts, TORCH: modules}.get(kind, linears)
-        met = [name for name in known if fnmatchcase(name, pattern)]
-        if kind == TORCH:  # and what is in them
-            inside = tuple(f"{name}." if name else "" for name in met)
-            met += [name for name in modules if name.startswith(inside)]
-        if not met:
-            close, what = nearest(pattern, list(known)), _WHAT.get(kind, "linears")
+        candidates = {WHOLE: [*linears, *experts], EXPERTS: experts, TORCH: modules}.get(kind, linears)
+        matches = [name for name in candidates if fnmatchcase(name, pattern)]
+        if kind == TORCH:  # the rule covers the modules inside them, too
+            inside = tuple(f"{name}." if name else "" for name in matches)
+            matches += [name for name in modules if name.startswith(inside)]
+        if not matches:
+            close, what = nearest(pattern, list(candidates)), _WHAT.get(kind, "linears")
             hint = f"; did you mean {close!r}?" if close else ""
-            raise ValueError(f"rules: {pattern!r} meets none of the {len(known)} {what} of the model{hint}")
-        for name in met:
+            raise ValueError(f"rules: {pattern!r} matches none of the {len(candidates)} {what} of the model{hint}")
+        for name in matches:
             kinds.setdefault(name, kind)
     return kinds
 
 
-def _found_pairs(
-    make_trial: Callable[[], nn.Module], examples: Sequence[Any], given: Container[str]
+def _search_pairs(
+    make_trial: Callable[[], nn.Module], examples: Sequence[Any], ruled: Container[str]
 ) -> tuple[Pairs, str]:
-    """Return the pairs of a model beside those that are given, and why none are looked for."""
+    """Return the pairs of a model beside the linears with rules, and why no search took place."""
     if not examples:
-        return Pairs(), "no example is given, so no pairs are looked for"
+        return Pairs(), "there is no example, so no pairs are looked for"
     try:
-        return find_pairs(make_trial, examples, model_parallel_of(current_context()), given), ""
-    except ValueError as error:  # what a plan of the model's own says is not tried: a step could refuse it
+        return find_pairs(make_trial, examples, model_parallel_of(current_context()), ruled), ""
+    except ValueError as error:  # without a trial no pair is safe, since a step could refuse it
         return Pairs(), str(error)
 
 
 def _name_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook: a dict of arguments in the place of the first one becomes these."""
+    """Replace a single dict argument by its entries as keyword arguments, as a forward pre-hook."""
     if len(args) == 1 and not kwargs and isinstance(args[0], dict) and args[0]:
-        known = inspect.signature(model.forward).parameters.values()
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in known)
-        if takes_any or {*args[0]} <= {each.name for each in known}:
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if takes_any or {*args[0]} <= {parameter.name for parameter in parameters}:
             return (), args[0]
     return None

@@ -16,16 +16,16 @@ from colossus.convert.meta_run import running_on_meta
 from colossus.convert.swap import holders_of, row_for
 from colossus.layout.parameter_hooks import SIZES
 
-WHY = "its weight is used past it, where a rank needs all of it"
+WHY = "code outside the module uses its weight, where a rank needs all of it"
 
 
 def weights_used_past(model: nn.Module, example: Any) -> set[str]:
-    """Return the names of modules of which the forward uses a parameter, or its size, otherwise than by a call.
+    """Return the names of modules whose parameter, or its size, the forward uses otherwise than by a call of them.
 
-    Where layers of one number do that, those of all numbers do: a trial may call some of them only (experts).
+    Layers that differ only in their number count alike: a trial may call only some of them (experts).
 
     Args:
-        model: as `meta_run.with_trials` makes one; it is of no use for another trial.
+        model: a trial model of `meta_run.with_trials`; it cannot be used for another trial.
         example: an input of the model.
     """
     flow, holders = ForwardFlow(model), holders_of(model)
@@ -46,7 +46,7 @@ def weights_used_past(model: nn.Module, example: Any) -> set[str]:
 
 
 class _SizesCounted(TorchFunctionMode):
-    """Takes what asks a parameter for its size for a use of it."""
+    """A mode in which reading the size of a parameter counts as a use of it."""
 
     def __init__(self, flow: ForwardFlow) -> None:
         super().__init__()
@@ -70,6 +70,6 @@ def _counting_others(forward: Any, flow: ForwardFlow, own: Sequence[Tensor]) -> 
 
 
 def of_any_layer(name: str) -> str:
-    """Return the name with its numbers left open, but for one that is the module's own, in a Sequential."""
+    """Return a name with its numbers replaced by ``*``, except its last part (a module in a Sequential)."""
     path, dot, leaf = name.rpartition(".")
     return re.sub(r"\d+", "*", path) + dot + leaf

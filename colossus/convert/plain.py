@@ -1,4 +1,4 @@
-"""`plain`: the model of an engine for one process, with its weights, where torch's own modules are what they can be."""
+"""`plain`: the model of an engine with its weights, for one process and in torch's own modules where torch has them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ if TYPE_CHECKING:
 
 
 def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
-    """The model of an engine as a plain ``torch.nn`` module with its weights, which runs in one process.
+    """Return the model of an engine as a plain ``torch.nn`` module with its weights, which runs in one process.
 
         model = colossus.plain(engine)          # on all ranks
         model.eval()(ids)
 
     Collective: all ranks call, between steps, under any plan. The modules are those of the model, copied as
-    ``copy.deepcopy`` does; of ours, what torch has itself becomes torch's (`colossus.convert.layer_table`), the
-    others are made for a context of one rank, in which they compute with plain torch and need no process group. So it
-    is trained, saved and copied as any module, also after the engine is closed. The state dict has the names and shapes
-    of `full_state_dict`; what is tied is one parameter. Dropout keeps its rates (torch draws its masks), each module
-    its mode, each parameter its dtype and ``requires_grad``. Activation checkpointing, and the hooks of colossus, are
-    left out; yours stay, on modules and on parameters, whose attributes stay, too: of a pipeline those of this stage.
+    ``copy.deepcopy`` does. A layer of ours becomes torch's module where torch has it (`colossus.convert.layer_table`).
+    Other layers are made for a context of one rank, in which they compute with plain torch and need no process group.
+    So the result is trained, saved and copied as any module, also after the engine is closed. The state dict has the
+    names and shapes of `full_state_dict`; tied parameters are one. Dropout keeps its rates (torch draws its masks),
+    each module its mode, each parameter its dtype and ``requires_grad``. Activation checkpointing, and the hooks of
+    colossus, are left out. Your hooks stay, on modules and on parameters, and so do attributes of parameters; under a
+    pipeline only those of this stage.
 
-    Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
-    alone, and the others hold one whole parameter at a time.
+    Memory: each rank that gets the model holds all of it beside its shards. With ``everywhere=False`` only rank 0 does,
+    and the others hold one whole parameter at a time.
 
-    Of replicas with parameters of their own it is the average.
+    Replicas with parameters of their own are averaged.
 
     Args:
-        everywhere: give the model on every rank; else on rank 0, and None on the others.
+        everywhere: return the model on every rank; else on rank 0, and None on the others.
 
     Returns:
         The module, on the device of the context.
@@ -74,12 +75,12 @@ def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
 
 
 class _AllStages(NamedTuple):
-    """What stages of a pipeline tell each other of the whole model.
+    """The values of the whole model that stages of a pipeline exchange.
 
     Attributes:
         trains: name of a parameter -> ``requires_grad``.
-        attributes: (name of a module, name of an attribute of it) -> a buffer outside of the state dict, or another
-            tensor that it holds.
+        attributes: (name of a module, name of its attribute) -> a buffer outside the state dict, or another tensor in
+            the module.
     """
 
     trains: dict[str, bool]
@@ -87,13 +88,13 @@ class _AllStages(NamedTuple):
 
 
 def _exchange_between_stages(model: nn.Module, context: ParallelContext) -> _AllStages:
-    trains = {each.name: each.parameter.requires_grad for each in logical_parameters(model, keep_ties=True)}
-    kept = model.state_dict(keep_vars=True)
+    trains = {entry.name: entry.parameter.requires_grad for entry in logical_parameters(model, keep_ties=True)}
+    state = model.state_dict(keep_vars=True)
     attributes: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules():
-        buffers = {leaf: held for leaf, held in module._buffers.items() if _join(name, leaf) not in kept}
-        held = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor)}
-        for leaf, value in (buffers | held).items():
+        buffers = {leaf: buffer for leaf, buffer in module._buffers.items() if _join(name, leaf) not in state}
+        plain_tensors = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor)}
+        for leaf, value in (buffers | plain_tensors).items():
             if value is not None and not value.is_meta:
                 attributes[name, leaf] = value.detach()
     stages = _AllStages(trains, attributes)
@@ -121,7 +122,7 @@ class _Copy:
         self._names = {id(module): name for name, module in model.named_modules()}
         grid = RankGrid(dict.fromkeys(context.grid.names, 1), context.grid.public)
         self._context = ParallelContext(grid, device=context.device, seed=context.rng.seed)
-        #: of `copy.deepcopy`: what is not copied, or has another copy
+        #: the memo of `copy.deepcopy`: objects that are not copied, or have another copy
         self._memo: dict[int, Any] = {
             id(context): self._context,
             id(model_parallel_of(context)): model_parallel_of(self._context),
@@ -141,12 +142,12 @@ class _Copy:
         return copied
 
     def _convert(self, module: nn.Module) -> nn.Module:
-        """The copy of a module, of which there is one."""
+        """Return the one copy of a module."""
         if id(module) not in self._memo:
             if isinstance(module, Linear | ReplicatedKV) and module.is_fused:
                 self._memo[id(module)] = self._fused(module)
                 return self._memo[id(module)]
-            for inner in module.children():  # deepcopy finds them here
+            for inner in module.children():  # deepcopy then finds them in the memo
                 self._convert(inner)
             row = row_of(module)
             self._memo[id(module)] = self._copied(module) if row is None else self._of_row(module, row)
@@ -154,71 +155,71 @@ class _Copy:
         return converted
 
     def _of_row(self, module: nn.Module, row: Row) -> nn.Module:
-        """Torch's module, where it computes what this one does; else the layer, made for one rank."""
+        """Return torch's module if it computes what this layer does, else the layer, made for one rank."""
         name = self._names.get(id(module), "")
 
         def has(parameter: str) -> bool:
             return _join(name, parameter) in self._parameters
 
         if not _is_as_written(module, row.ours) or row.torch is None:
-            return self._made_again(module, row, row.our_arguments(module, has))
+            return self._rebuilt(module, row, row.our_arguments(module, has))
         with torch.device("meta"):
-            made = row.torch(**row.torch_arguments(module, has))
-        take_mode_and_hooks(made, module)
-        return made
+            converted = row.torch(**row.torch_arguments(module, has))
+        take_mode_and_hooks(converted, module)
+        return converted
 
     def _fused(self, module: Linear | ReplicatedKV) -> nn.Module:
         name = self._names.get(id(module), "")
         if not _is_as_written(module, Linear, ReplicatedKV):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is a fused Linear with a forward or parts of its "
-                f"own: hold the Linear in a module of yours"
+                f"own: put the Linear into a module of yours instead"
             )
         with torch.device("meta"):
             linears = {
                 output: nn.Linear(module.in_features, size, _join(name, output, "bias") in self._parameters)
                 for output, size in module.outputs.items()
             }
-        made = FusedLinear(linears).train(module.training)
-        take_mode_and_hooks(made, module)
-        return made
+        fused = FusedLinear(linears).train(module.training)
+        take_mode_and_hooks(fused, module)
+        return fused
 
-    def _made_again(self, module: nn.Module, row: Row, arguments: Mapping[str, Any]) -> nn.Module:
-        """The layer as its constructor makes it on one rank, with what its class or a user has put onto it."""
-        made: Any = type(module).__new__(type(module))
-        self._memo[id(module)] = made
+    def _rebuilt(self, module: nn.Module, row: Row, arguments: Mapping[str, Any]) -> nn.Module:
+        """Return a new layer for one rank, with the attributes that its class or a user added."""
+        layer: Any = type(module).__new__(type(module))
+        self._memo[id(module)] = layer
         with self._context:
-            trace_constructor(lambda: row.ours.__init__(made, **arguments), seed=0)
+            trace_constructor(lambda: row.ours.__init__(layer, **arguments), seed=0)
         for places in ("_parameters", "_buffers", "_modules"):
-            known, held = vars(made)[places], vars(module)[places]
-            known.update({leaf: copy.deepcopy(held[leaf], self._memo) for leaf in held if leaf not in known})
-        vars(made).update(
-            {key: copy.deepcopy(value, self._memo) for key, value in vars(module).items() if key not in vars(made)}
+            own, theirs = vars(layer)[places], vars(module)[places]
+            own.update({leaf: copy.deepcopy(theirs[leaf], self._memo) for leaf in theirs if leaf not in own})
+        vars(layer).update(
+            {key: copy.deepcopy(value, self._memo) for key, value in vars(module).items() if key not in vars(layer)}
         )
-        made.full_name = module.full_name
-        take_mode_and_hooks(made, module)
-        return made
+        layer.full_name = module.full_name
+        take_mode_and_hooks(layer, module)
+        return layer
 
     def _copied(self, module: nn.Module) -> nn.Module:
-        own = [leaf for leaf, held in module._parameters.items() if held is not None and made_by_layer(held)]
+        own = [leaf for leaf, value in module._parameters.items() if value is not None and made_by_layer(value)]
         if isinstance(module, Layer) and own:
             raise ValueError(
                 f"{self._names.get(id(module)) or 'the model'} ({type(module).__name__}) makes {', '.join(own)} "
-                f"itself, and has no row in convert/layer_table.py: hold its parameters in a plain module of torch"
+                f"itself, and has no row in convert/layer_table.py: put its parameters into a plain module of torch"
             )
         return copy.deepcopy(module, self._memo)
 
 
 def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
-    """Whether it is of one of these classes, and nobody has replaced what it computes or put something inside."""
+    """Return whether a module is exactly of one of these classes, with its forward and no further members."""
     replaced = "forward" in vars(module) and not is_checkpointed(module)
-    known = {"weight", "bias", *getattr(module, "outputs", ()), *getattr(module, "statistics", ())}
-    held = {*module._modules, *module._buffers, *module._parameters}
-    return type(module) in kinds and not replaced and held <= known
+    expected = {"weight", "bias", *getattr(module, "outputs", ()), *getattr(module, "statistics", ())}
+    members = {*module._modules, *module._buffers, *module._parameters}
+    return type(module) in kinds and not replaced and members <= expected
 
 
 def _clean(module: nn.Module) -> None:
-    """Take away what colossus has put onto a module."""
+    """Remove the hooks and attributes that colossus has put on a module."""
     for hooks in hooks_of(module):
         for key in [key for key, hook in hooks.items() if is_of_colossus(hook)]:
             del hooks[key]
@@ -231,20 +232,20 @@ def _clean(module: nn.Module) -> None:
 
 
 def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], stages: _AllStages) -> None:
-    """Give a copy the values of parameters and buffers, and what stages of a pipeline hold beside them.
+    """Give a copy the values of parameters and buffers, and the attributes of all stages.
 
     Args:
-        state: what is tied has one tensor under each of its names.
+        state: (name, whole tensor); a tied tensor comes under each of its names.
     """
-    held: dict[int, tuple[Tensor, Tensor]] = {}
+    filled: dict[int, tuple[Tensor, Tensor]] = {}
     for name, whole in state:
         path, _, leaf = name.rpartition(".")
         module = copied.get_submodule(path)
-        if id(whole) not in held:
-            held[id(whole)] = whole, nn.Parameter(whole, stages.trains[name]) if name in stages.trains else whole
+        if id(whole) not in filled:
+            filled[id(whole)] = whole, nn.Parameter(whole, stages.trains[name]) if name in stages.trains else whole
         places: dict[str, Any] = module._parameters if name in stages.trains else module._buffers
-        places.pop(leaf, None)  # so that all come in the order of the whole model
-        places[leaf] = held[id(whole)][1]
+        places.pop(leaf, None)  # so that the entries are in the order of the whole model
+        places[leaf] = filled[id(whole)][1]
     for (path, leaf), value in stages.attributes.items():
         module = copied.get_submodule(path)
         if not isinstance(getattr(module, leaf, None), Tensor) or getattr(module, leaf).is_meta:

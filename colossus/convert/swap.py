@@ -1,7 +1,7 @@
-"""Modules of torch in a model that is being built, each replaced by the layer of ours that computes the same.
+"""Swaps in a model that is being built: each module of torch becomes the layer of ours that computes the same.
 
-What is tied stays tied, values are those that the model's own constructor gave, names in the state dict stay. A layer
-that is alone takes and gives whole activations, so it is right wherever torch's was.
+Tied parameters stay tied, values are those of the model's own constructor, names in the state dict stay. A lone layer
+takes and returns whole activations, so it is right wherever torch's was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from colossus.construct.allocate import value_of
-from colossus.convert.derived_classes import class_attributes, torch_class_of, what_it_adds
+from colossus.convert.derived_classes import added_member, class_attributes, torch_class_of
 from colossus.convert.expert_swap import routed_experts
 from colossus.convert.layer_table import ROWS, Row
 from colossus.convert.module_hooks import take_mode_and_hooks
@@ -26,25 +26,25 @@ from colossus.layers.lm_head import LMHead
 from colossus.layers.routed_experts import RoutedExperts
 from colossus.layout.parameter_hooks import take_attributes, take_hooks, user_hooks
 
-#: what a linear can become: one of a pair, a head that gives its part of the logits, or alone
+#: the kinds of a linear: one of a pair, a head that returns its part of the logits, or a lone layer
 COLUMN, ROW, HEAD, WHOLE = LINEARS = ("column", "row", "head", "whole")
-#: what experts become, which are else whole
+#: the kind of experts that are spread over ranks; others are whole
 EXPERTS = "experts"
-#: any module stays torch's own, whole on each rank
+#: the kind of a module that stays torch's own, whole on each rank
 TORCH = "torch"
 KINDS = (*LINEARS, EXPERTS, TORCH)
-#: of torch, hold a table or a matrix
+#: torch's modules with a table or a matrix
 TABLES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
 class Swap:
-    """What became of a module of torch.
+    """The swap of one module of torch.
 
     Attributes:
         was: its class.
-        became: the layer in its place, with its split; empty where it stayed.
-        why: it stayed, or is whole; empty where nothing is to be said.
+        became: the layer in its place, with its split; empty where the module stayed.
+        why: why it stayed, or is whole; empty where nothing needs an explanation.
     """
 
     was: str
@@ -53,7 +53,7 @@ class Swap:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' linear whose weight is [in, out]."""
+    """Return whether a module is transformers' linear, whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
@@ -63,23 +63,23 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """(out, in) of what `is_linear`."""
+    """Return (out, in) of a linear (`is_linear`)."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if is_conv1d(module) else (rows, columns)
 
 
 def holders_of(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """By id of a parameter, all that hold it: name of the module, the module, name in it."""
-    found: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+    """Return id of a parameter -> all its holders, as (name of the module, the module, name in it)."""
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for name, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                found[id(parameter)].append((name, module, leaf))
-    return found
+                holders[id(parameter)].append((name, module, leaf))
+    return holders
 
 
-def why_not_its_class(module: nn.Module) -> str:
-    """Why a module with a weight is not what its class says; empty where it is."""
+def extra_behaviour(module: nn.Module) -> str:
+    """Return why a module with a weight does more than its class; empty where it does not."""
     if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
         return "its forward was replaced, or it holds more than its class does"
     if is_conv1d(module) and user_hooks(module.weight):  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def why_not_its_class(module: nn.Module) -> str:
 
 
 class Swapper:
-    """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
+    """Replaces modules of a model that is being built, in place. After an error the model cannot be used.
 
     Args:
         kinds: name of a linear -> one of `LINEARS`, of experts -> `EXPERTS`, of any module -> `TORCH`; the others are
@@ -96,22 +96,22 @@ class Swapper:
         reasons: name of a module -> why it is whole, or torch's own.
 
     Attributes:
-        swaps: what became of each module that the table has a layer for, by its first name.
+        swaps: first name of each module that the table has a layer for -> its swap.
     """
 
     def __init__(self, model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> None:
         self._kinds, self._reasons = kinds, reasons
         self.swaps: dict[str, Swap] = {}
         self._holders = holders_of(model)
-        self._made: dict[int, nn.Module] = {}
+        self._layers: dict[int, nn.Module] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._model = model
 
     def run(self) -> nn.Module:
-        """The model, or what takes its place where it is such a module itself."""
+        """Return the model, or its replacement if the model itself is such a module."""
         in_order = dict(self._model.named_modules())
         tables_first = sorted(in_order.items(), key=lambda item: torch_class_of(item[1]) is not nn.Embedding)
-        for name, module in tables_first:  # which a head may share that the model makes before them
+        for name, module in tables_first:  # a head that the model makes earlier may share a table
             row, was = row_for(module), type(module).__name__
             if self._kinds.get(name) == TORCH:
                 if row is not None or isinstance(module, (*TABLES, _BatchNorm)):
@@ -123,74 +123,76 @@ class Swapper:
                 self.swaps[name] = Swap(was, RoutedExperts.__name__)
             elif isinstance(module, _BatchNorm):
                 DerivedBatchNorm(module, name)
-                self.swaps[name] = Swap(was, "", f"{why_derived(module)}; batch statistics are of all ranks' samples")
+                self.swaps[name] = Swap(
+                    was, "", f"{why_derived(module)}; its batch statistics cover all ranks' samples"
+                )
             elif isinstance(module, TABLES):
                 self.swaps[name] = Swap(was, "", why_derived(module))
         self.swaps = {name: self.swaps[name] for name in in_order if name in self.swaps}
         for module in self._model.modules():
             for child_name, child in module._modules.items():
-                if id(child) in self._made:
-                    module._modules[child_name] = self._made[id(child)]
+                if id(child) in self._layers:
+                    module._modules[child_name] = self._layers[id(child)]
             for leaf, parameter in module._parameters.items():  # a bias that its parent holds, too
                 if id(parameter) in self._parameters:
                     module._parameters[leaf] = self._parameters[id(parameter)]
-        return self._made.get(id(self._model), self._model)
+        return self._layers.get(id(self._model), self._model)
 
     def _swap(self, name: str, module: nn.Module, row: Row) -> Swap:
         was, kind = type(module).__name__, self._kinds.get(name, WHOLE)
         why = self._why_it_stays(module)
         try:
-            made = None if why else self._layer(module, row, kind)
+            layer = None if why else self._layer(module, row, kind)
         except ValueError as error:
             if kind in (COLUMN, ROW):
                 raise
-            why, made = str(error).partition(": ")[2] or str(error), None
-        if made is None:
+            why, layer = str(error).partition(": ")[2] or str(error), None
+        if layer is None:
             if kind in (COLUMN, ROW):
                 raise ValueError(f"{name} ({was}) cannot be {kind!r}: {why}")
-            return Swap(was, "", why)  # a head that gives all of the logits, which the loss takes, too
-        self._put(module, made)
+            return Swap(was, "", why)  # the loss also takes the whole logits of a head that stays
+        self._put(module, layer)
         split = f"({kind})" if kind in (COLUMN, ROW) else ""
-        return Swap(was, type(made).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")
+        return Swap(was, type(layer).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")
 
-    def _put(self, module: nn.Module, made: nn.Module) -> None:
-        """Let a layer take the place of a module, with all that was put onto that."""
+    def _put(self, module: nn.Module, layer: nn.Module) -> None:
+        """Put a layer in place of a module, with all attributes and hooks of the module."""
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                new = self._parameters.setdefault(id(parameter), getattr(made, leaf))
-                setattr(made, leaf, new.requires_grad_(parameter.requires_grad))
+                new = self._parameters.setdefault(id(parameter), getattr(layer, leaf))
+                setattr(layer, leaf, new.requires_grad_(parameter.requires_grad))
                 take_attributes(new, parameter)
                 take_hooks(new, parameter)
-        take_mode_and_hooks(made, module)
+        take_mode_and_hooks(layer, module)
         of_class = class_attributes(module, torch_class_of(module))
-        vars(made).update({key: value for key, value in of_class.items() if not hasattr(made, key)})
-        vars(made).update({key: value for key, value in vars(module).items() if key not in vars(made)})
-        self._made[id(module)] = made
+        vars(layer).update({key: value for key, value in of_class.items() if not hasattr(layer, key)})
+        vars(layer).update({key: value for key, value in vars(module).items() if key not in vars(layer)})
+        self._layers[id(module)] = layer
 
     def _why_it_stays(self, module: nn.Module) -> str:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
-            return "max_norm and scale_grad_by_freq change or weigh rows by what one rank looks up"
-        if why := why_not_its_class(module):
+            return "max_norm and scale_grad_by_freq change or weigh rows by the lookups of one rank"
+        if why := extra_behaviour(module):
             return why
         weight = module._parameters.get("weight")
         for name, other, leaf in self._holders[id(weight)] if weight is not None else ():
             if other is module:
                 continue
             kinds = torch_class_of(module), torch_class_of(other)
-            is_table = kinds[1] is nn.Embedding and id(other) in self._made  # of words, for a head or another table
+            is_table = kinds[1] is nn.Embedding and id(other) in self._layers  # a head or another table shares it
             may_share = kinds[0] is nn.Embedding and kinds[1] in (nn.Embedding, nn.Linear)
             if leaf == "weight" and (is_table or may_share) and self._kinds.get(name) != TORCH:
                 continue
-            return f"its weight is {'.'.join(filter(None, (name, leaf)))}, too"
+            return f"its weight is also {'.'.join(filter(None, (name, leaf)))}"
         return ""
 
     def _layer(self, module: nn.Module, row: Row, kind: str) -> nn.Module:
-        """The layer for a module; its values are those of the module's parameters."""
+        """Return the layer for a module, with the values of the module's parameters."""
         weight, is_transposed = module._parameters.get("weight"), is_conv1d(module)
         more: dict[str, Any] = {}
         if weight is not None:
             more["dtype"] = weight.dtype
-        if weight is not None and id(weight) not in self._parameters:  # else a layer made before has its values
+        if weight is not None and id(weight) not in self._parameters:  # else an earlier layer has its values
             more["init"] = value_of(weight, is_transposed=is_transposed)
         if module._parameters.get("bias") is not None:
             more["bias_init"] = value_of(module._parameters["bias"])  # type: ignore[arg-type]
@@ -198,7 +200,7 @@ class Swapper:
             return row.ours(**row.arguments_of_torch(module), **more)
         assert weight is not None
         out_features, in_features = weight_shape(module)
-        tables = [self._made[id(other)] for _, other, _ in self._holders[id(weight)] if id(other) in self._made]
+        tables = [self._layers[id(other)] for _, other, _ in self._holders[id(weight)] if id(other) in self._layers]
         if tables or kind == HEAD:
             if kind in (COLUMN, ROW):
                 raise ValueError("it shares the weight of an embedding: it can be 'head' or 'whole'")
@@ -210,8 +212,10 @@ class Swapper:
 
 
 def row_for(module: nn.Module) -> Row | None:
-    """Return the row of what computes the same as a class of torch. Norms over features stay torch's: between pairs,
-    where they are, features are whole."""
+    """Return the row of the layer that computes the same as a class of torch.
+
+    Norms over features stay torch's: they are between pairs, where features are whole.
+    """
     kind = nn.Linear if is_conv1d(module) else torch_class_of(module)
     if kind in (nn.LayerNorm, nn.RMSNorm):
         return None
@@ -221,6 +225,6 @@ def row_for(module: nn.Module) -> Row | None:
 def why_derived(module: nn.Module) -> str:
     """Return why a module of a class derived from one in the table stays."""
     if type(module) is NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention takes its weight past it"
+        return "nn.MultiheadAttention reads its weight itself"
     base = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
-    return f"its class has a {what_it_adds(module, base)} of its own"
+    return f"its class has a {added_member(module, base)} of its own"

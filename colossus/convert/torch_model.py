@@ -19,18 +19,18 @@ def torch_model(
     example: Any = None,
     blocks: str | Sequence[str] | None = None,
 ) -> nn.Module:
-    """The model that ``factory(**kwargs)`` makes, by `colossus.parallelize`.
+    """Return the model of ``factory(**kwargs)``, by `colossus.parallelize`.
 
     Args:
         factory: a class or function, or ``"package.module:name"`` of one.
         kwargs: its arguments.
-        rules, example, blocks: as of `colossus.parallelize`.
+        rules, example, blocks: see `colossus.parallelize`.
 
     Raises:
-        ValueError: when there is no such function.
+        ValueError: there is no such function.
     """
     try:
-        found = imported(factory) if isinstance(factory, str) else factory
+        make = imported(factory) if isinstance(factory, str) else factory
     except ValueError as error:
         raise ValueError(f"factory = {error}") from error
-    return parallelize(partial(found, **(kwargs or {})), rules, example=example, blocks=blocks)()
+    return parallelize(partial(make, **(kwargs or {})), rules, example=example, blocks=blocks)()

@@ -1,4 +1,4 @@
-"""Zeros in the place of parameters: a model of any size runs on them in little time and memory."""
+"""Zeros as parameters: a model of any size runs on them in little time and memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-#: their result is numbers of Python, or has a shape by values
+#: tags of operators that return Python numbers, or a shape that depends on values
 ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-#: elements of operands from which on a result is taken for zeros, and of zeros from which on they take no memory
+#: with operands of this many elements a result is set to zeros; zeros of more elements than the second take no memory
 _LARGE, _HUGE = 1 << 20, 1 << 26
-#: elements of a parameter up to which its zeros have memory: a complex view wants it
+#: zeros of fewer elements have memory: a complex view needs it
 _SMALL = 1 << 16
 
 
 def put_zeros(model: nn.Module) -> None:
-    """Put zeros on the CPU in the place of parameters and buffers."""
+    """Replace parameters and buffers by zeros on the CPU."""
     zeros: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
                 if parameter not in zeros:
-                    made = zeros_of(parameter.shape, parameter.dtype)
-                    zeros[parameter] = nn.Parameter(made, parameter.requires_grad)
+                    values = zeros_of(parameter.shape, parameter.dtype)
+                    zeros[parameter] = nn.Parameter(values, parameter.requires_grad)
                 del module._parameters[leaf]  # set anew: recurrent layers of torch list their weights
                 setattr(module, leaf, zeros[parameter])
         for leaf, buffer in module._buffers.items():
@@ -44,11 +44,11 @@ def zeros_of(shape: torch.Size, dtype: torch.dtype, device: torch.device = _CPU)
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation; of a large one zeros, whose shape is that on the meta device."""
-    if func is _aten._grouped_mm.default:  # of float64 nowhere, on meta of bfloat16 alone
+    """Return the result of an operation, or for large operands zeros of the shape that it has on the meta device."""
+    if func is _aten._grouped_mm.default:  # torch has none of float64, and on meta only bfloat16
         return args[0].new_zeros((*args[0].shape[:-1], args[1].shape[-1]))
     sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    is_view = any(each.alias_info is not None for each in func._schema.returns)
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
     if sum(sizes) < _LARGE or is_view or ASKS.intersection(func.tags):
         return func(*args, **kwargs)
     try:

@@ -1,1 +1,1 @@
-"""``colossus doctor``: what this machine has and what will make trouble."""
+"""``colossus doctor``: the equipment of this machine, and settings that will make trouble."""

@@ -1,4 +1,4 @@
-"""What one device is timed at: products, attention, memory, and what an operator costs beside its work."""
+"""Times of one device: products, attention, memory, and the overhead of an operator."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from colossus.doctor.timing_sizes import Case, Sizes
 from colossus.layers.block import TransformerBlock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-#: a case's calls run this long, unless one call takes longer
+#: the calls of a case run this long, unless one call takes longer
 CASE_SECONDS = 0.02
-#: of the operands of one case: so many products of small matrices do fit into a cache, as a small model does
+#: the most sets of operands of one case: so many small products do fit into a cache, as a small model does
 MOST_OPERANDS = 256
-#: of the block whose operators are counted
+#: calls of the block whose operators are counted
 OPERATOR_CALLS = 9
 
 Timed = Callable[[], float]
-#: random numbers of a dtype, made when they are first asked for
+#: returns random numbers of a dtype
 Pool = Callable[[str], Tensor]
 
 
 def device_cases(sizes: Sizes, device: torch.device) -> dict[Case, Timed]:
-    """What is timed without other ranks."""
+    """Return the cases that are timed without other ranks."""
     cases: dict[Case, Timed] = {}
 
     @cache
@@ -58,21 +58,26 @@ def device_cases(sizes: Sizes, device: torch.device) -> dict[Case, Timed]:
 
 
 def operands(pool: Tensor, *shapes: tuple[int, int]) -> list[list[Tensor]]:
-    """Sets of tensors of these shapes, behind each other in the pool, as many as it holds: in a step other operators
-    come between two that read the same, and caches have lost it."""
+    """Return sets of tensors of these shapes, consecutive in the pool, as many as it holds.
+
+    In a training step other operators come between two that read the same tensor, and caches have lost it.
+    """
     numbers = [rows * features for rows, features in shapes]
-    each = sum(numbers)
-    count = max(1, min(MOST_OPERANDS, len(pool) // each))
-    if len(pool) < each:
-        pool = pool.repeat(-(-each // len(pool)))
+    size = sum(numbers)
+    count = max(1, min(MOST_OPERANDS, len(pool) // size))
+    if len(pool) < size:
+        pool = pool.repeat(-(-size // len(pool)))
     return [
         [part.view(shape) for part, shape in zip(one.split(numbers), shapes, strict=True)]
-        for one in pool[: count * each].split(each)
+        for one in pool[: count * size].split(size)
     ]
 
 
 def _time_linear(pool: Pool, dtype: str, a: int, b: int) -> float:
-    """Mean of the three products of a linear layer of b x b features and a tokens, each into a new tensor."""
+    """Return the mean seconds of the three products of a linear layer of b x b features and a tokens.
+
+    Each product writes a new tensor.
+    """
     sets = itertools.cycle(operands(pool(dtype), (a, b), (a, b), (b, b)))
 
     def all_three() -> None:
@@ -102,13 +107,13 @@ def _time_memory(size: int, device: torch.device, call: Callable[[Tensor, Tensor
     return seconds_of(lambda: call(x, y), device)
 
 
-# -- operators that are no products ---------------------------------------------------------------------------
+# -- operators other than products ----------------------------------------------------------------------------
 
-#: of tensors that it reads, and of what it makes
+#: returns the tensors that it reads, and its results
 Operator = Callable[[Tensor, Tensor], tuple[Sequence[Tensor], Any]]
 
 _aten = torch.ops.aten
-#: those of a step that arithmetic bounds where a processor does it, of x and y [tokens, features]
+#: the operators of a step that arithmetic bounds on a CPU, on x and y [tokens, features]
 OPERATORS: dict[str, Operator] = {
     "gelu": lambda x, y: ([x], _aten.gelu(x)),
     "gelu_backward": lambda x, y: ([x, y], _aten.gelu_backward(y, x)),
@@ -126,17 +131,17 @@ OPERATORS: dict[str, Operator] = {
 
 
 def _time_bytes(pool: Pool, size: int, call: Operator) -> float:
-    """Seconds of each byte that is read or written."""
+    """Return the seconds for each byte that is read or written."""
     features = 512
     shape = max(2, size // 4 // features), features
     sets = itertools.cycle(operands(pool("fp32"), shape, shape))
-    read, made = call(*next(sets))
-    moved = sum(x.nbytes for x in (*read, *tree_leaves(made)))
+    read, result = call(*next(sets))
+    moved = sum(x.nbytes for x in (*read, *tree_leaves(result)))
     return seconds_of(lambda: call(*next(sets)), read[0].device) / moved
 
 
 class _Count(TorchDispatchMode):
-    """Of ATen operators."""
+    """A mode that counts ATen operators."""
 
     operators = 0
 
@@ -146,9 +151,10 @@ class _Count(TorchDispatchMode):
 
 
 def _time_operator(pool: Pool) -> float:
-    """Of a transformer block so small that its work is nothing: seconds of forward and backward by their operators.
+    """Return the seconds of forward and backward of a tiny transformer block over the number of its operators.
 
-    Before each, other operators have used the caches for themselves, as those of the next block do in a step.
+    The block is so small that the arithmetic takes no time. Before each run other operators fill the caches, as those
+    of the next block do in a step.
     """
     others = pool("fp32")
     context = ParallelContext(ONE_RANK, device=others.device)
@@ -160,18 +166,18 @@ def _time_operator(pool: Pool) -> float:
 
     with _Count() as count:
         step()
-    taken = []
+    times = []
     for _ in range(OPERATOR_CALLS):
         others.sum()
-        taken.append(seconds_of_calls(step, 1, others.device))
-    return statistics.median(taken) / count.operators
+        times.append(seconds_of_calls(step, 1, others.device))
+    return statistics.median(times) / count.operators
 
 
 # -- clocks ---------------------------------------------------------------------------------------------------
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Mean over calls behind each other, after one to warm up: twice as many until they take long enough."""
+    """Return the mean over consecutive calls, after a warm-up; their number doubles until they take long enough."""
     call()
     calls = 1
     while True:

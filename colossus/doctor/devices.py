@@ -1,4 +1,4 @@
-"""The CUDA devices of this machine, as torch sees them, and what will make trouble."""
+"""The CUDA devices of this machine, as torch sees them, and problems that they will cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NODES = Path("/dev")
 
 
 def examine_devices() -> dict[str, Any]:
-    """What is known of devices, driver and NCCL.
+    """Return the properties of devices, driver and NCCL.
 
     Returns:
         ``devices`` (a dict each), ``driver``, ``cuda`` and ``nccl`` (versions, None where unknown), and ``apart``: the
@@ -36,21 +36,21 @@ def examine_devices() -> dict[str, Any]:
     }
 
 
-def device_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """For people: a line for each device, then what joins them."""
+def device_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a line for each device, then one with the versions, for people."""
     rows = []
-    for number, device in enumerate(found["devices"]):
+    for number, device in enumerate(report["devices"]):
         free = "cannot be used" if device["error"] else f"{byte_count(device['free_bytes'])} free"
         memory = f"{byte_count(device['memory_bytes'])} ({free})"
         rows.append((f"device {number}", f"{device['name']}, {memory}, compute capability {device['capability']}"))
     if rows:
-        rows.append(("", f"driver {found['driver']}, CUDA {found['cuda']}, NCCL {found['nccl']}"))
+        rows.append(("", f"driver {report['driver']}, CUDA {report['cuda']}, NCCL {report['nccl']}"))
     return rows
 
 
-def advise_devices(found: dict[str, Any]) -> list[str]:
-    """What to do about these devices; empty when they will make no trouble."""
-    devices, advice = found["devices"], []
+def advise_devices(report: dict[str, Any]) -> list[str]:
+    """Return advice about these devices; empty when they will make no trouble."""
+    devices, advice = report["devices"], []
     if not devices:
         return _advise_none()
     note = explain_visible(os.environ, len(devices))
@@ -66,11 +66,11 @@ def advise_devices(found: dict[str, Any]) -> list[str]:
         used = device["memory_bytes"] - device["free_bytes"]
         if used > 0.1 * device["memory_bytes"]:
             advice.append(f"{byte_count(used)} of device {number} are used by other processes: `nvidia-smi` names them")
-    if found["apart"]:
-        one, other = found["apart"][0]
+    if report["apart"]:
+        one, other = report["apart"][0]
         advice.append(
-            f"devices {one} and {other} do not reach each other directly (of {len(found['apart'])} pair(s)): what they "
-            f"send goes through the host's memory. Virtual machines and IOMMU (ACS) cause it, too"
+            f"devices {one} and {other} do not reach each other directly ({len(report['apart'])} such pair(s)): their "
+            f"messages go through the host's memory. Virtual machines and IOMMU (ACS) are possible causes"
         )
     return advice
 
@@ -83,7 +83,7 @@ def _advise_none() -> list[str]:
         return [explain_visible(os.environ, 0)]
     return [
         f"this machine has {count} NVIDIA device(s), but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
-        f"use them: is it built with CUDA, and does the driver ({_driver()}) support that version? `nvidia-smi` tells"
+        f"use them: is it built with CUDA, and does the driver ({_driver()}) support that version? Run `nvidia-smi`"
     ]
 
 
@@ -92,7 +92,7 @@ def _device(index: int) -> dict[str, Any]:
     error = None
     try:
         free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError as failure:  # another process has it for itself, or it is broken
+    except RuntimeError as failure:  # another process owns it exclusively, or it is broken
         free, total, error = None, properties.total_memory, str(failure).partition("\n")[0]
     return {
         "name": properties.name,
@@ -111,6 +111,6 @@ def _driver() -> str | None:
 
 
 def _nccl() -> str | None:
-    with contextlib.suppress(Exception):  # not built with it
+    with contextlib.suppress(Exception):  # torch may be built without NCCL
         return ".".join(map(str, torch.cuda.nccl.version()))
     return None

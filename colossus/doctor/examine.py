@@ -1,4 +1,4 @@
-"""``colossus doctor``: what this machine has, how fast its ranks talk, and what will make trouble."""
+"""``colossus doctor``: the equipment of this machine, the speed between its ranks, and likely problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_PORT = "29500"
 
 
 def run(nproc: int = 2) -> int:
-    """Print what was examined.
+    """Print the report on this machine.
 
     Args:
         nproc: ranks to measure between.
@@ -34,12 +34,12 @@ def run(nproc: int = 2) -> int:
 
 
 def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
-    """Everything ``doctor`` finds out: lines (what, value), advice, and whether the ranks can talk to each other."""
+    """Return the lines of the report (name, value), the advice, and whether the ranks can talk to each other."""
     devices, cores, (total, free) = examine_devices(), machine.usable_cores(), machine.memory_bytes()
     gpus, files, (name, address) = len(devices["devices"]), machine.open_files(), network.resolve_own_name()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    given = os.environ.get("MASTER_PORT", "")
-    port = int(given if given.isdecimal() else DEFAULT_PORT)
+    stated_port = os.environ.get("MASTER_PORT", "")
+    port = int(stated_port if stated_port.isdecimal() else DEFAULT_PORT)
     taken = network.port_is_taken(port)
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
     cuda = gpus >= max(1, nproc)
@@ -71,22 +71,22 @@ def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
 
 
 def _between_ranks(nproc: int, cuda: bool) -> tuple[list[tuple[str, str]], str]:
-    """Lines of what was measured between ranks, and why nothing could be."""
+    """Return the lines with the measurements between ranks, and the reason if there are none."""
     if nproc < 2:
         return [], ""
-    sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+    sys.stdout.flush()  # forked ranks would print the buffer again
     try:
-        found = network.measure(nproc, cuda=cuda)
+        measured = network.measure(nproc, cuda=cuda)
     except (OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         hint = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} may be wrong, or a firewall"
         return [(f"{nproc} ranks", f"cannot talk: {why}")], f"the ranks could not talk to each other ({why}): {hint}"
-    small, large = (1e3 * found[f"all_reduce_{size}_seconds"] for size in ("small", "large"))
-    bus, sent = (found[f"{name}_bytes_per_second"] / 1e9 for name in ("all_reduce", "send"))
+    small, large = (1e3 * measured[f"all_reduce_{size}_seconds"] for size in ("small", "large"))
+    bus, sent = (measured[f"{name}_bytes_per_second"] / 1e9 for name in ("all_reduce", "send"))
     return [
         (f"{nproc} ranks", f"all-reduce 4 KB {small:.2f} ms"),
         ("", f"all-reduce 64 MB {large:.1f} ms, {bus:.2f} GB/s"),
-        ("", f"send 4 KB {found['send_small_seconds'] * 1e3:.2f} ms"),
+        ("", f"send 4 KB {measured['send_small_seconds'] * 1e3:.2f} ms"),
         ("", f"send 64 MB {sent:.2f} GB/s"),
     ], ""
 

@@ -1,4 +1,4 @@
-"""``colossus doctor --measure``: what devices and links of this machine do while all ranks work."""
+"""``colossus doctor --measure``: the speed of devices and links of this machine while all ranks work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(nproc: int = 2, measure: str = "") -> int:
         0, or 1 when ranks failed.
 
     Raises:
-        ConfigError: for a file that cannot be written; before anything is measured.
+        ConfigError: the file cannot be written; raised before anything is measured.
     """
     path = Path(measure) if measure else None
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -47,30 +47,30 @@ def run(nproc: int = 2, measure: str = "") -> int:
     if 0 < gpus < nproc:
         print(f"{nproc} ranks, but {counted(gpus, 'GPU')}: measured on CPUs; use --nproc {gpus}", file=sys.stderr)
     try:
-        found = measure_ranks(nproc, "cuda" if cuda else "cpu", ON_CUDA if cuda else ON_CPU)
+        results = measure_ranks(nproc, "cuda" if cuda else "cpu", ON_CUDA if cuda else ON_CPU)
     except RanksFailed as error:
         print(f"colossus: nothing was measured: {error}", file=sys.stderr)
         return 1
-    print(tables(found))
+    print(tables(results))
     if path is not None:
-        path.write_text(found.model_dump_json(indent=1) + "\n")
+        path.write_text(results.model_dump_json(indent=1) + "\n")
         print(f"\nwritten to {path}")
     return 0
 
 
 def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
-    """What ``nproc`` ranks of this machine do at the same time; of each case the slowest rank's time.
+    """Measure ``nproc`` ranks of this machine at the same time; each case has the slowest rank's time.
 
     Args:
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        RanksFailed: when ranks fail, or nothing moves for a minute.
+        RanksFailed: ranks fail, or nothing moves for a minute.
     """
-    sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+    sys.stdout.flush()  # forked ranks would print the buffer again
     cuda = device == "cuda"
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else threads_per_rank(nproc)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(setting) if setting.isdecimal() else threads_per_rank(nproc)
     at_once = None if cuda else ranks_at_once(usable_cores(), threads)
     time_rank = partial(time_cases, nproc, threads, at_once, device, sizes)
     of_ranks = run_local_ranks(nproc, time_rank, **rank_options(cuda, TIMEOUT))
@@ -121,35 +121,35 @@ def _attention(slowest: Seconds, dtype: str, sizes: Sizes) -> AttentionTable:
 
 
 def _collective(slowest: Seconds, operation: str, ranks: int) -> CollectiveTable | None:
-    found = sorted((case[2], seconds) for case, seconds in slowest.items() if case[:2] == (operation, ranks))
-    if not found:
+    points = sorted((case[2], seconds) for case, seconds in slowest.items() if case[:2] == (operation, ranks))
+    if not points:
         return None
-    return CollectiveTable(
-        operation=operation, ranks=ranks, bytes=[int(held) for held, _ in found], seconds=[taken for _, taken in found]
-    )
+    sizes, seconds = zip(*points, strict=True)
+    return CollectiveTable(operation=operation, ranks=ranks, bytes=list(map(int, sizes)), seconds=list(seconds))
 
 
-# -- for people -----------------------------------------------------------------------------------------------
+# -- printing -------------------------------------------------------------------------------------------------
 
 
-def tables(found: MeasuredFile) -> str:
-    """All that was measured, as tables."""
-    device = f"{found.name}, {counted(found.cores, 'core')}" if found.device == "cpu" else found.name
-    together = f"{counted(found.ranks, 'rank')} at once, of {counted(found.threads, 'thread')} each"
-    head = f"{device}: {together}, torch {found.torch}, {found.backend}"
+def tables(results: MeasuredFile) -> str:
+    """Return all measurements as tables."""
+    device = f"{results.name}, {counted(results.cores, 'core')}" if results.device == "cpu" else results.name
+    together = f"{counted(results.ranks, 'rank')} at once, of {counted(results.threads, 'thread')} each"
+    head = f"{device}: {together}, torch {results.torch}, {results.backend}"
     parts = [head]
-    for dtype, products in found.matmul.items():
+    for dtype, products in results.matmul.items():
         parts.append(f"GFLOP/s of a rank in {dtype}, [a, b] x [b, b]\n{_product_rows(products)}")
-    for dtype, attention in found.attention.items():
+    for dtype, attention in results.attention.items():
         parts.append(f"GFLOP/s of a rank in {dtype}, causal attention\n{_attention_rows(attention)}")
     parts.append(
-        f"memory: {found.bytes_per_second / 1e9:.1f} GB/s in x + y, {found.copy_bytes_per_second / 1e9:.1f} GB/s in a "
-        f"copy; an operator costs {_time(found.operator_seconds)} beside its work"
+        f"memory: {results.bytes_per_second / 1e9:.1f} GB/s in x + y, "
+        f"{results.copy_bytes_per_second / 1e9:.1f} GB/s in a copy; "
+        f"an operator has an overhead of {_time(results.operator_seconds)}"
     )
-    parts.append(_operator_rows(found))
-    for ranks in sorted({table.ranks for table in found.collectives}):
-        these = [table for table in found.collectives if table.ranks == ranks]
-        parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(these)}")
+    parts.append(_operator_rows(results))
+    for ranks in sorted({table.ranks for table in results.collectives}):
+        of_size = [table for table in results.collectives if table.ranks == ranks]
+        parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(of_size)}")
     return "\n\n".join(parts)
 
 
@@ -170,16 +170,16 @@ def _attention_rows(table: AttentionTable) -> str:
     return aligned(rows)
 
 
-def _operator_rows(found: MeasuredFile) -> str:
-    rates = found.operator_bytes_per_second.items()
+def _operator_rows(results: MeasuredFile) -> str:
+    rates = results.operator_bytes_per_second.items()
     return aligned([["GB/s that it reads and writes", ""], *([name, f"{rate / 1e9:.1f}"] for name, rate in rates)])
 
 
-def _collective_rows(these: list[CollectiveTable]) -> str:
-    rows = [["", *(table.operation for table in these)]]
-    for at, size in enumerate(these[0].bytes):
-        rows.append([byte_count(size), *(_time(table.seconds[at]) for table in these)])
-    links = [table.link() for table in these]
+def _collective_rows(tables_of_size: list[CollectiveTable]) -> str:
+    rows = [["", *(table.operation for table in tables_of_size)]]
+    for at, size in enumerate(tables_of_size[0].bytes):
+        rows.append([byte_count(size), *(_time(table.seconds[at]) for table in tables_of_size)])
+    links = [table.link() for table in tables_of_size]
     rows.append(["latency", *(_time(link.latency) for link in links)])
     rows.append(["bandwidth", *(f"{link.bandwidth / 1e9:.2f} GB/s" for link in links)])
     return aligned(rows, left=[0])

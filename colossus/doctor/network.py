@@ -1,4 +1,4 @@
-"""Host name, port and speed between ranks of this machine, and what of them makes trouble for distributed runs."""
+"""Host name, port and speed between ranks of this machine, and their problems for distributed runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE_BYTES = 64 * 1024 * 1024
 
 
 def resolve_own_name() -> tuple[str, str | None]:
-    """This machine's host name, and the address that it resolves to, None where it does not."""
+    """Return this machine's host name, and the address that it resolves to, None where it does not."""
     name = socket.gethostname()
     try:
         return name, str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -32,7 +32,7 @@ def resolve_own_name() -> tuple[str, str | None]:
 
 
 def advise_name(name: str, address: str | None) -> list[str]:
-    """What to do about this host name; empty when it will make no trouble."""
+    """Return advice about this host name; empty when it will make no trouble."""
     if address is None:
         return [
             f"the host name {name!r} does not resolve: runs on this machine alone use the loopback and work; for "
@@ -50,7 +50,7 @@ def advise_name(name: str, address: str | None) -> list[str]:
 
 
 def error_of_bind(address: str, port: int) -> int:
-    """Why no TCP socket can be bound here, as `errno`; 0 where one can."""
+    """Return the `errno` of binding a TCP socket here; 0 where it succeeds."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a new run
         try:
@@ -61,20 +61,20 @@ def error_of_bind(address: str, port: int) -> int:
 
 
 def port_is_taken(port: int) -> bool:
-    """Whether somebody listens on (or holds) this TCP port here."""
+    """Return whether a process listens on (or owns) this TCP port here."""
     return error_of_bind("", port) == errno.EADDRINUSE
 
 
 def advise_port(port: int) -> list[str]:
-    """What to do about a port of torchrun's rendezvous that is taken."""
+    """Return advice about a taken port of torchrun's rendezvous."""
     return [
-        f"port {port} is taken by another process: ranks that torchrun or srun starts would connect to a stranger and "
-        f"hang; set MASTER_PORT to a free one. `colossus launch` on one machine picks a free port itself"
+        f"port {port} is taken by another process: ranks that torchrun or srun starts would connect to that process "
+        f"and hang; set MASTER_PORT to a free port. `colossus launch` on one machine picks a free port itself"
     ]
 
 
 def advise_limits(files: int | None, shared: int | None) -> list[str]:
-    """What to do about few open files, and little shared memory (bytes of /dev/shm)."""
+    """Return advice about few open files, and little shared memory (bytes of /dev/shm)."""
     advice = []
     if files is not None and files < machine.FEW_OPEN_FILES:
         advice.append(f"only {files} open files are allowed; many ranks need more: ulimit -n 65536")
@@ -87,21 +87,21 @@ def advise_limits(files: int | None, shared: int | None) -> list[str]:
 
 
 def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[str, float]:
-    """Seconds and bytes per second between ``nproc`` ranks, at least 2, on this machine.
+    """Return seconds and bytes per second between ``nproc`` ranks, at least 2, on this machine.
 
     Returns:
         ``all_reduce_small_seconds`` (4 KB), ``all_reduce_large_seconds`` (64 MB) and its bus bandwidth
-        ``all_reduce_bytes_per_second`` (2 (n-1)/n of the size over the time), ``send_small_seconds`` (one way)
-        and ``send_bytes_per_second`` between ranks 0 and 1.
+        ``all_reduce_bytes_per_second`` (2 (n-1)/n of the size over the time), ``send_small_seconds`` (one way) and
+        ``send_bytes_per_second`` between ranks 0 and 1.
 
     Raises:
-        RanksFailed: when ranks fail, or when nothing moves for ``timeout`` seconds.
+        RanksFailed: ranks fail, or nothing moves for ``timeout`` seconds.
     """
     return dict(run_local_ranks(nproc, partial(_rank, nproc, cuda), **rank_options(cuda, timeout))[0])
 
 
 def rank_options(cuda: bool, timeout: float) -> dict[str, Any]:
-    """How `run_local_ranks` starts and ends ranks on these devices."""
+    """Return the options with which `run_local_ranks` starts and ends ranks on these devices."""
     return dict(
         # fork needs no second import of torch, but neither CUDA nor macOS allows it
         start="spawn" if cuda or sys.platform == "darwin" else "fork",
@@ -116,16 +116,16 @@ def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     group = AxisGroup(("ranks",), tuple(range(nproc)), rank, dist.group.WORLD)
     links = Links(group, [(0, 1), (1, 0)], device)
-    found = {}
+    seconds = {}
     for name, size, calls in (("small", SMALL_BYTES, 50), ("large", LARGE_BYTES, 3)):
         x = torch.zeros(size // 4, device=device)
-        found[f"all_reduce_{name}"] = seconds_together(partial(CALLS["all_reduce"], x, group), calls, device)
-        found[f"send_{name}"] = seconds_together(partial(there_and_back, links, x, index=rank), calls, device) / 2
+        seconds[f"all_reduce_{name}"] = seconds_together(partial(CALLS["all_reduce"], x, group), calls, device)
+        seconds[f"send_{name}"] = seconds_together(partial(there_and_back, links, x, index=rank), calls, device) / 2
     moved = sent("all_reduce", nproc, LARGE_BYTES)
     return {
-        "all_reduce_small_seconds": found["all_reduce_small"],
-        "all_reduce_large_seconds": found["all_reduce_large"],
-        "all_reduce_bytes_per_second": moved / found["all_reduce_large"],
-        "send_small_seconds": found["send_small"],
-        "send_bytes_per_second": LARGE_BYTES / found["send_large"],
+        "all_reduce_small_seconds": seconds["all_reduce_small"],
+        "all_reduce_large_seconds": seconds["all_reduce_large"],
+        "all_reduce_bytes_per_second": moved / seconds["all_reduce_large"],
+        "send_small_seconds": seconds["send_small"],
+        "send_bytes_per_second": LARGE_BYTES / seconds["send_large"],
     }

@@ -1,4 +1,4 @@
-"""What one rank times while all others do the same: products, attention, memory, collectives."""
+"""Times of one rank while all others run the same cases: products, attention, memory, collectives."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MB = 1 << 20
 
 
 def group_sizes(world: int) -> list[int]:
-    """Numbers of ranks whose collectives are measured: powers of two, and all."""
+    """Return the sizes of the groups whose collectives are measured: powers of two, and all ranks."""
     return sorted({1 << power for power in range(1, world.bit_length()) if 1 << power <= world} | {world} - {1})
 
 
 def time_cases(world: int, threads: int, at_once: int | None, device: str, sizes: Sizes, rank: int) -> Seconds:
-    """Seconds of each case over blocks, each of which runs all cases, in turned order from block to block.
+    """Return the seconds of each case over blocks; each block runs all cases, in alternating order.
 
-    Of what a rank does by itself the least, since what disturbs it only makes it longer; of collectives the median.
+    A rank's own work has its minimum, since disturbances only make it longer; a collective has its median.
 
     All ranks call; they start each case together, and groups of fewer ranks than all run side by side.
 
@@ -49,26 +49,26 @@ def time_cases(world: int, threads: int, at_once: int | None, device: str, sizes
     of_device = device_cases(sizes, here)
     between = _collective_cases(sizes, here, everyone)
     cases = between if at_once is not None and rank >= at_once else of_device | between
-    # a rank that does not run a case comes to its start as all do
+    # ranks that do not run a case still take part in the barrier at its start
     names = sorted({*of_device, *_all_collectives(sizes, world)}, key=str)
     series: dict[Case, list[float]] = {name: [] for name in cases}
     began, num_blocks = time.monotonic(), 1
     block = 0
-    while block <= num_blocks:  # the first one warms up, and tells how many there is time for
+    while block <= num_blocks:  # the first block warms up, and its time determines the number of blocks
         if rank == 0:
             progress("warming up" if block == 0 else f"block {block} of {num_blocks}")
         for name in names if block % 2 == 0 else reversed(names):
             collectives.barrier(everyone, here)
             if name in cases:
-                taken = cases[name]()
+                seconds = cases[name]()
                 if block > 0:
-                    series[name].append(taken)
+                    series[name].append(seconds)
         if block == 0:
             num_blocks = _agree(_blocks_in(sizes.seconds, time.monotonic() - began), everyone, here)
         block += 1
     if rank == 0:
         progress("")
-    return {name: min(taken) if name in of_device else statistics.median(taken) for name, taken in series.items()}
+    return {name: min(times) if name in of_device else statistics.median(times) for name, times in series.items()}
 
 
 def _blocks_in(seconds: float, one: float) -> int:
@@ -76,7 +76,7 @@ def _blocks_in(seconds: float, one: float) -> int:
 
 
 def _agree(number: int, group: AxisGroup, device: torch.device) -> int:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     return int(collectives.all_reduce(torch.tensor(number, device=device), group, op="max").wait())
 
 
@@ -91,15 +91,15 @@ CALLS: dict[str, Callable[[Tensor, AxisGroup], object]] = {
 }
 
 
-def _held(operation: str, ranks: int, whole: int) -> int:
-    """Bytes of the tensor that a rank has before, of float32 that divide over the ranks."""
+def _operand_bytes(operation: str, ranks: int, whole: int) -> int:
+    """Return the bytes of a rank's operand: float32 that divide over the ranks."""
     divided = round_up(whole, 4 * ranks)
     return divided // ranks if operation == "all_gather" else divided
 
 
 def _all_collectives(sizes: Sizes, world: int) -> list[tuple[str, int, int]]:
     return [
-        (operation, ranks, _held(operation, ranks, whole))
+        (operation, ranks, _operand_bytes(operation, ranks, whole))
         for ranks in group_sizes(world)
         for operation in (*CALLS, *(["send"] if ranks == 2 else []))
         for whole in sizes.messages
@@ -107,29 +107,29 @@ def _all_collectives(sizes: Sizes, world: int) -> list[tuple[str, int, int]]:
 
 
 def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -> dict[Case, Timed]:
-    """Those of the groups that this rank is in: of neighbours, as many side by side as there are."""
+    """Return the collectives of the groups with this rank; groups of neighbours run side by side."""
     groups: dict[int, AxisGroup] = {}
     for ranks in group_sizes(everyone.size):
         first = everyone.index // ranks * ranks
         if first + ranks <= everyone.size:
             members, index = tuple(range(first, first + ranks)), everyone.index - first
-            made = new_process_group(members, index, f"measured {ranks} from {first}", TIMEOUT)
-            groups[ranks] = AxisGroup(("ranks",), members, index, made)
+            process_group = new_process_group(members, index, f"measured {ranks} from {first}", TIMEOUT)
+            groups[ranks] = AxisGroup(("ranks",), members, index, process_group)
     links = Links(groups[2], [(0, 1), (1, 0)], device) if 2 in groups else None
-    pool = torch.empty(sizes.cold // 4, device=device).fill_(0)  # not zeros, whose pages are one until they are written
+    pool = torch.empty(sizes.cold // 4, device=device).fill_(0)  # zeros would share one page until they are written
     cases: dict[Case, Timed] = {}
-    for operation, ranks, held in _all_collectives(sizes, everyone.size):
+    for operation, ranks, size in _all_collectives(sizes, everyone.size):
         if ranks not in groups:
             continue
-        tensors = itertools.cycle(x.view(-1) for (x,) in operands(pool, (1, held // 4)))
+        tensors = itertools.cycle(x.view(-1) for (x,) in operands(pool, (1, size // 4)))
         group = groups[ranks]
         if operation == "send":
             assert links is not None
             call: Callable[[Tensor], object] = partial(there_and_back, links, index=group.index)
         else:
             call = partial(_collective, operation, group)
-        calls, messages = max(2, min(20, _MB // held)), 2 if operation == "send" else 1
-        cases[operation, ranks, held] = partial(_seconds_of_one, call, tensors, calls, device, messages)
+        calls, messages = max(2, min(20, _MB // size)), 2 if operation == "send" else 1
+        cases[operation, ranks, size] = partial(_seconds_of_one, call, tensors, calls, device, messages)
     return cases
 
 
@@ -144,13 +144,13 @@ def _seconds_of_one(
 
 
 def seconds_together(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Mean over as many calls on all ranks, after one that brings them together."""
+    """Return the mean over as many calls on all ranks, after one that synchronizes them."""
     call()
     return seconds_of_calls(call, calls, device) / calls
 
 
 def there_and_back(links: Links, x: Tensor, *, index: int) -> None:
-    """A message from rank 0 to rank 1, and one of the same size back; other ranks do nothing."""
+    """Send a message from rank 0 to rank 1, and one of the same size back; other ranks do nothing."""
     other = 1 - index
     if other not in (0, 1):
         return

@@ -1,4 +1,4 @@
-"""At which sizes a machine is measured."""
+"""The sizes at which a machine is measured."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from colossus.comm import shared_memory
 
-#: what is timed: ("matmul", dtype, a, b), ("forward", dtype, length), ("all_reduce", ranks, bytes held), ("add",), ..
+#: a timed case: ("matmul", dtype, a, b), ("forward", dtype, length), ("all_reduce", ranks, bytes), ("add",), ..
 Case = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The sizes of the measured cases.
 
     Attributes:
         matmul: a and b of products [a, b] x [b, b].
-        cold: bytes, more than caches hold, that the operands of a case come from in turn.
+        cold: bytes, more than caches hold, from which the operands of a case are taken in turn.
         operand: bytes of a tensor of activations.
         memory: bytes of a tensor that is too large for caches.
         messages: bytes of the whole tensor of a collective.
-        seconds: for all blocks together, roughly; at least two are taken.
+        seconds: approximate time for all blocks together; at least two blocks run.
     """
 
     dtypes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Sizes:
 
 
 _KB, _MB = 1 << 10, 1 << 20
-#: 8 MB is the most that goes through shared memory
+#: shared memory carries at most 8 MB
 _MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
 ON_CPU = Sizes(
     ("fp32",), (8, 32, 128, 512, 1024), 4, 64, (32, 128, 512, 1024), 64 * _MB, 2 * _MB, 16 * _MB, _MESSAGES, 24.0

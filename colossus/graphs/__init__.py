@@ -1,1 +1,1 @@
-"""Who sends to whom with what weight: graphs of replicas as data, by the step. No torch."""
+"""Graphs of replicas as data: who sends to whom, with what weight, in each step. No torch."""

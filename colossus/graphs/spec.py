@@ -14,41 +14,41 @@ from colossus.registry import GRAPHS
 
 
 def make_family(spec: Any) -> GraphFamily:
-    """The family that ``spec`` names.
+    """Return the family of graphs that ``spec`` names.
 
     Args:
         spec: a name of `GRAPHS`; ``dict(type=name or callable, **options)``; a function, see `OwnFunction`; a matrix or
             a list of them, see `OwnMatrices`; or a family.
 
     Raises:
-        ValueError: in words, with the nearest name.
+        ValueError: there is none; the message has the nearest name.
     """
     if isinstance(spec, GraphFamily):
         return spec
     options = dict(spec) if isinstance(spec, Mapping) else {"type": spec}
     if "type" not in options:
         raise ValueError(
-            f'a graph needs a type: dict(type="exponential", **options); known: {", ".join(GRAPHS.names())}'
+            f'a graph needs a type: dict(type="exponential", **options); types: {", ".join(GRAPHS.names())}'
         )
     kind = options.pop("type")
-    made = GRAPHS.get(kind) if isinstance(kind, str) else kind
+    make = GRAPHS.get(kind) if isinstance(kind, str) else kind
     if _is_matrices(kind):
-        made, options = OwnMatrices, {"matrices": kind, **options}
-    if not callable(made):
+        make, options = OwnMatrices, {"matrices": kind, **options}
+    if not callable(make):
         raise ValueError(
             f"must be a name ({', '.join(GRAPHS.names())}), a function (replicas, step) -> matrix, or matrices, got "
-            f"{made!r}"
+            f"{make!r}"
         )
-    if inspect.isclass(made) and issubclass(made, GraphFamily):
+    if inspect.isclass(make) and issubclass(make, GraphFamily):
         try:
-            return made(**options)
+            return make(**options)
         except TypeError as error:
             raise ValueError(f"graph {name_of_graph(kind)!r}: {error}") from None
-    return OwnFunction(made, options)
+    return OwnFunction(make, options)
 
 
 def name_of_graph(spec: Any) -> str:
-    """How messages call it; empty for matrices."""
+    """Return the name of a graph in messages; empty for matrices."""
     if isinstance(spec, Mapping):
         return name_of_graph(spec.get("type"))
     if isinstance(spec, str) or _is_matrices(spec):
@@ -57,14 +57,14 @@ def name_of_graph(spec: Any) -> str:
 
 
 def _is_matrices(value: Any) -> bool:
-    """Whether a value is meant for a matrix or a list of matrices: an array, or lists of lists."""
+    """Return whether a value is meant as a matrix or a list of matrices: an array, or lists of lists."""
     if isinstance(value, np.ndarray):
         return True
     return isinstance(value, list | tuple) and all(isinstance(row, list | tuple | np.ndarray) for row in value)
 
 
 class OwnMatrices(GraphFamily):
-    """One matrix, or one for each step in turn. Column j is what j gives to each: x becomes ``matrix @ x``."""
+    """One matrix, or one for each step in turn. Column j has the weights that j sends: x becomes ``matrix @ x``."""
 
     takes_peers = False
 
@@ -93,9 +93,9 @@ class OwnMatrices(GraphFamily):
 class OwnFunction(GraphFamily):
     """A pure function (replicas, step, **options) -> a matrix, or {(source, to): weight}.
 
-    The matrix is [to][source]: column j is what j gives to each, with what it keeps. A parameter ``peers`` is given the
-    number of ``peers``. A function whose matrices change with the step declares after how many they repeat: by an
-    option ``period``, or an attribute of the function.
+    The matrix is [to][source]: column j has the weights that j sends to each, and the one that it keeps. A parameter
+    ``peers`` receives the number of ``peers``. A function whose matrices change with the step declares after how many
+    steps they repeat, by an option ``period`` or an attribute of the function.
     """
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -111,13 +111,13 @@ class OwnFunction(GraphFamily):
         self._period = declared
 
     def period(self, replicas: int, peers: int) -> int:
-        """As declared; that the next one begins so is seen."""
+        """Return the declared period, after a check that the matrix of the next period's first step is the same."""
         first, again = (self._matrix(replicas, step, peers) for step in (0, self._period))
         if not np.array_equal(first, again, equal_nan=True):
             raise ValueError(
                 f"{self._name}: its matrices of steps 0 and {self._period} differ, where its period is {self._period}: "
                 f"graph = dict(type={self._name}, period=...) declares another. Every process calls it, and all must "
-                f"get the same: what is random in it is seeded, with the step say"
+                f"get the same: seed random numbers in it, with the step, for example"
             )
         return self._period
 
@@ -125,7 +125,7 @@ class OwnFunction(GraphFamily):
         return _edges(self._matrix(replicas, step, peers))
 
     def _matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
-        """float64 [replicas, replicas]."""
+        """Return the function's matrix, float64 [replicas, replicas]."""
         where = f"{self._name}(replicas={replicas}, step={step})"
         try:
             value = self._function(replicas, step, **({"peers": peers} if self.takes_peers else {}), **self._options)
@@ -134,8 +134,8 @@ class OwnFunction(GraphFamily):
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
         if matrix.shape != (replicas, replicas):
             raise ValueError(
-                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but gave an "
-                f"array of shape {matrix.shape}"
+                f"{where} must return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but returned "
+                f"an array of shape {matrix.shape}"
             )
         return matrix
 
@@ -157,5 +157,5 @@ def _from_edges(edges: Mapping[Any, Any], replicas: int) -> np.ndarray:
 def _real(value: Any) -> np.ndarray:
     array = np.array(value)
     if array.dtype.kind not in "biufO":
-        raise ValueError(f"{array.dtype} in the place of real numbers")
+        raise ValueError(f"the entries are {array.dtype}, not real numbers")
     return array.astype(np.float64)

@@ -4,7 +4,7 @@
     engine.checkpoints.load_weights("models/gpt2")              # its weights, by our names
     colossus.hf.save(engine, "models/mine")                     # written from all ranks
 
-What is read needs nothing but colossus; transformers (``pip install colossus[hf]``) reads what is written.
+Reading needs nothing but colossus. transformers (``pip install colossus[hf]``) loads the folders that colossus writes.
 """
 
 from typing import TYPE_CHECKING

@@ -13,35 +13,35 @@ from colossus.registry import HF_FAMILIES
 
 
 def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Our ``rotary_base`` and ``rotary_scaling``, whose own options check the kind and its keys.
+    """Return our ``rotary_base`` and ``rotary_scaling``; their own options check the kind and its keys.
 
     transformers 5 has ``rope_parameters`` with the base in it, 4 has ``rope_theta`` and ``rope_scaling``.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        problems.append(f"rope_scaling = {given!r}: an object is needed")
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(stored, Mapping):
+        problems.append(f"rope_scaling = {stored!r}: an object is needed")
         return {}
-    rope = {key: value for key, value in given.items() if value is not None}
+    rope = {key: value for key, value in stored.items() if value is not None}
     old_kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_kind)
     base = rope.pop("rope_theta", config.get("rope_theta"))
-    found = {} if base is None else {"rotary_base": base}
+    spec = {} if base is None else {"rotary_base": base}
     partial = (rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"))
     if any(factor not in (None, 1.0) for factor in partial):
         problems.append("partial_rotary_factor: colossus rotates whole heads only")
     if kind == "default":
-        return found
+        return spec
     length = config.get("max_position_embeddings")
     if kind == "llama3" and length is not None:
         rope.setdefault("original_max_position_embeddings", length)
-    return found | {"rotary_scaling": {**rope, "rope_type": kind}}
+    return spec | {"rotary_scaling": {**rope, "rope_type": kind}}
 
 
 def write_rope(options: Any) -> dict[str, Any]:
-    """The keys that transformers 4 and 5 read, beside ``rope_theta``."""
-    held, scaling = options.rotary_scaling, None
-    if held is not None:
-        scaling = held.model_dump(include={"rope_type", "factor"} if held.rope_type == "linear" else None)
+    """Return the keys beside ``rope_theta`` that transformers 4 and 5 read."""
+    ours, scaling = options.rotary_scaling, None
+    if ours is not None:
+        scaling = ours.model_dump(include={"rope_type", "factor"} if ours.rope_type == "linear" else None)
     return {
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": options.rotary_base, **(scaling or {"rope_type": "default"})},
@@ -50,7 +50,7 @@ def write_rope(options: Any) -> dict[str, Any]:
 
 @HF_FAMILIES.register("llama")
 class Llama(Family):
-    """``LlamaOptions``, or a ``GPT`` with the same options."""
+    """Llama 1 to 3: ``LlamaOptions``, or a ``GPT`` with the same options."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -74,11 +74,11 @@ class Llama(Family):
         Key("rope_theta", "rotary_base", 10000.0),
     )
     fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm", qk_norm=False, experts=None)
-    #: what older versions saved of the rotary positions
+    #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
-    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-        return super().to_spec(config, given, problems) | read_rope(config, problems)
+    def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        return super().to_spec(config, overrides, problems) | read_rope(config, problems)
 
     def to_config(self, options: Any) -> dict[str, Any]:
         return super().to_config(options) | write_rope(options)
@@ -114,15 +114,15 @@ class Llama(Family):
         ]
 
 
-def llama_keys(*left_out: str, **defaults: Any) -> tuple[Key, ...]:
-    """Those of `Llama`, with other defaults."""
-    kept = (key for key in Llama.keys if key.theirs not in left_out)
-    return tuple(replace(key, default=defaults.get(key.theirs, key.default)) for key in kept)
+def llama_keys(*without: str, **defaults: Any) -> tuple[Key, ...]:
+    """Return the keys of `Llama` with other defaults, without those that are named."""
+    keys = (key for key in Llama.keys if key.theirs not in without)
+    return tuple(replace(key, default=defaults.get(key.theirs, key.default)) for key in keys)
 
 
 @HF_FAMILIES.register("qwen3")
 class Qwen3(Llama):
-    """``LlamaOptions`` with ``qk_norm``, or a ``GPT`` with the same options."""
+    """Qwen3: ``LlamaOptions`` with ``qk_norm``, or a ``GPT`` with the same options."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
@@ -147,7 +147,7 @@ class Qwen3(Llama):
 
 @HF_FAMILIES.register("gpt2")
 class GPT2(Family):
-    """``GPTOptions`` with learned positions, layer norms and biases. Its linears are stored ``[in, out]``."""
+    """GPT-2: ``GPTOptions`` with learned positions, layer norms and biases. Its linears are stored ``[in, out]``."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
@@ -176,7 +176,7 @@ class GPT2(Family):
     required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False)
     derived = ("num_kv_heads", "head_dim")
-    #: masks that older versions saved
+    #: older versions saved their causal masks
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
 
     def rows(self, options: Any) -> Sequence[Row]:
@@ -199,7 +199,7 @@ class GPT2(Family):
 
 @HF_FAMILIES.register("vit")
 class ViT(Family):
-    """``ViTOptions`` with a class token, layer norms and biases."""
+    """The vision transformer: ``ViTOptions`` with a class token, layer norms and biases."""
 
     model_type = "vit"
     architecture = "ViTForImageClassification"
@@ -222,15 +222,18 @@ class ViT(Family):
     required = dict(qkv_bias=True)
     fixed = dict(pool="token", norm="layernorm", bias=True)
     derived = ("num_kv_heads", "head_dim")
-    #: of the base model, which the classifier does without
+    #: the base model has a pooler, the classifier does not
     ignored = ("*pooler.dense.weight", "*pooler.dense.bias")
 
-    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-        """transformers writes names of classes in place of their number, where they are not two without names."""
+    def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """Return our model as a spec.
+
+        transformers leaves out ``num_labels`` and writes the names of the classes, unless there are two without names.
+        """
         names = config.get("id2label")
         if isinstance(names, Mapping) and names:
             config = {**config, "num_labels": len(names)}
-        return super().to_spec(config, given, problems)
+        return super().to_spec(config, overrides, problems)
 
     def to_config(self, options: Any) -> dict[str, Any]:
         config = super().to_config(options)
@@ -241,7 +244,7 @@ class ViT(Family):
         return config | dict(id2label=names, label2id={name: int(number) for number, name in names.items()})
 
     def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
-        """Names of the classes, where there are still as many."""
+        """Return the names of the classes where their number is still that of the model."""
         labels = assets.get(LABELS, {})
         return dict(labels) if len(labels.get("id2label", ())) == options.num_classes else {}
 
@@ -270,6 +273,6 @@ class ViT(Family):
             *module(f"{layer}.intermediate.dense", "blocks.*.mlp.up", wide, hidden),
             *module(f"{layer}.output.dense", "blocks.*.mlp.down", hidden, wide),
             *module("vit.layernorm", "norm", hidden),
-            # which the base model does not have, and a run may begin with a new one
+            # the base model has no classifier, so a run may begin with a new one
             *module("classifier", "head", options.num_classes, hidden, may_be_missing=True),
         ]

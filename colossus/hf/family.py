@@ -1,6 +1,6 @@
-"""What a family of Hugging Face's models is: a table of keys of its config and one of its tensors. No torch.
+"""A family of Hugging Face's models: a table of keys of its config and a table of its tensors. No torch.
 
-The reader, the writer and all checks read these tables and know no family.
+The reader, the writer and all checks read these tables; none of them has code for one family.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ TABLE, HEAD = "embedding.weight", "head.weight"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of ``config.json``, and the option of ours that it sets. Keys with one option must agree.
+    """A key of ``config.json`` and the option of ours that it sets. Keys that set one option must agree.
 
     Attributes:
-        ours: with the name of its section (``experts.num``).
-        default: of transformers, where the key is missing or null; None leaves it to our option's default.
-        choices: their names -> ours; of those with one meaning the first is written.
+        theirs: the key's name in ``config.json``.
+        ours: our option, with the name of its section (``experts.num``).
+        default: transformers' value where the key is missing or null; None leaves our option's default.
+        choices: their names -> ours; of several names with one meaning the first is written.
     """
 
     theirs: str
@@ -50,17 +51,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor of theirs, and the parameters of ours that it is made of. A ``*`` in names is the number of each layer.
+    """A tensor of theirs and the parameters of ours that it consists of. ``*`` in names stands for a layer's number.
 
     Attributes:
-        name: with the prefix of the base model (``transformer.``).
-        parts: one behind the other along dim 0.
+        name: the tensor's name with the prefix of the base model (``transformer.``).
+        parts: our parameters, concatenated along dim 0.
         transposed: the file has ``[in, out]`` where we have ``[out, in]``.
-        index: the file has this one of dim 0 of the one part, without the dim.
-        layers: numbers of those that have it; None of all.
-        file_shape: where the file has the same numbers in other dims.
-        other_names: under which it is looked for, too.
-        may_be_missing: a folder without it can be read; the parameter then keeps its initial values, where asked for.
+        index: the file's tensor is entry ``index`` of dim 0 of the only part, without that dim.
+        layers: numbers of the layers that have the tensor; None: all layers.
+        file_shape: the shape in the file, where it has the same numbers in other dims.
+        other_names: further names under which the tensor is looked for.
+        may_be_missing: a folder without it can be read; the parameter then keeps its initial values, if the caller asks
+            for that.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Row:
 
     @property
     def rows(self) -> Shape:
-        """The row-major array that the file has, in the dims of our parameters: all parts, one behind the other."""
+        """The shape of the file's row-major array in the dims of our parameters, all parts concatenated along dim 0."""
         if self.index is not None:
             return (1, *self.parts[0].shape[1:])
         stacked = (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
@@ -85,51 +87,60 @@ class Row:
 
     @property
     def shape(self) -> Shape:
-        """As it is in the file."""
+        """The shape of the tensor in the file."""
         return self.file_shape or (self.rows if self.index is None else self.rows[1:])
 
     def located(self) -> Iterator[tuple[Part, int]]:
-        """Each part, and its first place in dim 0 of all of them, before it where the file has only an index."""
+        """Yield each part and its offset along dim 0 of the file's array, negative for a tensor with an ``index``."""
         first = -(self.index or 0)
         for part in self.parts:
             yield part, first
             first += part.shape[0]
 
     def of_layer(self, number: int) -> Row:
-        name, *others = (each.replace("*", str(number)) for each in (self.name, *self.other_names))
+        name, *others = (pattern.replace("*", str(number)) for pattern in (self.name, *self.other_names))
         parts = tuple(Part(part.name.replace("*", str(number)), part.shape) for part in self.parts)
         return replace(self, name=name, parts=parts, other_names=tuple(others))
 
 
 def row(theirs: str, ours: str | Sequence[str], *shape: int, **more: Any) -> Row:
-    """A tensor that is a parameter of ours, or several of one shape; ``more`` are attributes of the `Row`."""
+    """Return the row of a tensor that is one parameter of ours, or several of one shape.
+
+    Args:
+        more: further attributes of the `Row`.
+    """
     names = [ours] if isinstance(ours, str) else ours
     return Row(theirs, tuple(Part(name, shape) for name in names), **more)
 
 
 def module(theirs: str, ours: str | Sequence[str], *shape: int, bias: bool = True, **more: Any) -> list[Row]:
-    """Weight and bias of a norm ``[features]``, or of a linear ``[out, in]``, which may be several of ours."""
+    """Return the rows of weight and bias of a norm ``[features]`` or a linear ``[out, in]``.
+
+    Args:
+        ours: our module, or several of ours whose tensors the file has as one.
+        more: further attributes of the weight's `Row`.
+    """
     names = [ours] if isinstance(ours, str) else ours
-    found = [row(f"{theirs}.weight", [f"{name}.weight" for name in names], *shape, **more)]
+    rows = [row(f"{theirs}.weight", [f"{name}.weight" for name in names], *shape, **more)]
     if bias:
         more = {**more, "transposed": False}
-        found.append(row(f"{theirs}.bias", [f"{name}.bias" for name in names], shape[0], **more))
-    return found
+        rows.append(row(f"{theirs}.bias", [f"{name}.bias" for name in names], shape[0], **more))
+    return rows
 
 
 class Family(ABC):
     """A model type of Hugging Face.
 
     Attributes:
-        model_type: as ``config.json`` names it.
-        architecture: the class of transformers that has what our model has.
-        prefix: of the names of the base model within it.
-        ours: the types of our models that may be one of these; the first is what a folder becomes.
-        keys: of its config.
+        model_type: the name of the type in ``config.json``.
+        architecture: the class of transformers that computes what our model computes.
+        prefix: the prefix of the base model's parameter names within it.
+        ours: the types of our models that can be written as this family; a folder is read as the first.
+        keys: the keys of its config that set options of ours.
         required: keys of its config that must have these values, which are their defaults.
-        fixed: options that all of its models have with these values.
-        derived: options that its config cannot set, so that they follow from others.
-        ignored: patterns (`fnmatch`) of tensors that are no parameters of the model, or that it does without.
+        fixed: options that have these values in all of its models.
+        derived: options that its config cannot set, because they follow from others.
+        ignored: patterns (`fnmatch`) of tensors that are no parameters of our model.
     """
 
     model_type: ClassVar[str]
@@ -144,13 +155,14 @@ class Family(ABC):
 
     @abstractmethod
     def rows(self, options: Any) -> Sequence[Row]:
-        """All tensors of a model with these options, in the order of its modules; an untied head's, too."""
+        """Return all tensors of a model with these options, in the order of its modules, with an untied head's."""
 
-    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-        """Our model, ``dict(type="GPT", ...)``, of a ``config.json``; what we cannot do is added to the problems.
+    def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """Return our model, ``dict(type="GPT", ...)``, for a ``config.json``.
 
         Args:
-            given: options of ours that take the place of what the config says.
+            overrides: options of ours that take the place of the config's.
+            problems: a list to which the method adds each key and value that colossus has no model for.
         """
         for name, wanted in self.required.items():
             if config.get(name) not in (None, wanted):
@@ -165,19 +177,19 @@ class Family(ABC):
             value = key.default if config.get(key.theirs) is None else config[key.theirs]
             if key.choices is not None:
                 if not isinstance(value, str) or value not in key.choices:
-                    problems.append(f"{key.theirs} = {value!r}: known are {', '.join(map(repr, key.choices))}")
+                    problems.append(f"{key.theirs} = {value!r}: it must be one of {', '.join(map(repr, key.choices))}")
                     continue
                 value = key.choices[value]
             first, other = set_by.setdefault(key.ours, (key.theirs, value))
-            if other != value and key.ours not in given:
+            if other != value and key.ours not in overrides:
                 both = f"{first} = {other!r}, {key.theirs} = {value!r}"
-                problems.append(f"{both}: colossus has one value for them, {key.ours}: give it")
+                problems.append(f"{both}: colossus has one option for both: set {key.ours}")
             if value is not None:
                 set_option(spec, key.ours, value)
         return spec
 
     def to_config(self, options: Any) -> dict[str, Any]:
-        """What ``config.json`` says of a model of ours that has no differences: the inverse of `to_spec`."""
+        """Return the ``config.json`` of a model of ours that has no differences: the inverse of `to_spec`."""
         config = dict(self.required)
         for key in self.keys:
             value = attrgetter(key.ours)(options)
@@ -186,7 +198,7 @@ class Family(ABC):
         return config
 
     def differences(self, options: Any) -> list[str]:
-        """What keeps a model of ours from being one of these: each as ``norm = 'rmsnorm' (not 'layernorm')``."""
+        """Return the options that keep our model from being of this family: ``norm = 'rmsnorm' (not 'layernorm')``."""
         stated = {name: value for name, value in options.model_dump().items() if name not in self.derived}
         follow = type(options)(**stated)
         allowed = {name: [value] for name, value in self.fixed.items()}
@@ -207,33 +219,36 @@ class Family(ABC):
         ]
 
     def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``config.json`` says that is none of the model's, of the sections of `Assets.config`."""
+        """Return the keys of ``config.json`` that say nothing about the model, from the sections of `Assets.config`."""
         return dict(assets.get(TOKEN_IDS, {}))
 
     def aliases(self, options: Any) -> dict[str, str]:
-        """Names of ours -> the name under which a tied parameter is."""
+        """Return the names of tied parameters -> the name under which the shared parameter is stored."""
         return {HEAD: TABLE} if getattr(options, "tie_embeddings", False) else {}
 
     def tensors(self, options: Any) -> list[Row]:
-        """The rows of all layers, without a tied head, which older versions may have saved in the table's place."""
-        found: list[Row] = []
-        for in_layers, rows in itertools.groupby(self.rows(options), lambda each: "*" in each.name):
+        """Return the rows of all layers, without a tied head.
+
+        Older versions of transformers may have saved a tied head in the table's place.
+        """
+        tensors: list[Row] = []
+        for in_layers, rows in itertools.groupby(self.rows(options), lambda row: "*" in row.name):
             some = list(rows)
             layers = range(options.num_layers) if in_layers else ()
-            found += [each.of_layer(n) for n in layers for each in some if each.layers is None or n in each.layers]
-            found += [] if in_layers else some
+            tensors += [row.of_layer(n) for n in layers for row in some if row.layers is None or n in row.layers]
+            tensors += [] if in_layers else some
         if not self.aliases(options):
-            return found
-        (head,) = (each for each in found if each.parts[0].name == HEAD)
+            return tensors
+        (head,) = (row for row in tensors if row.parts[0].name == HEAD)
         return [
-            replace(each, other_names=(head.name,)) if each.parts[0].name == TABLE else each
-            for each in found
-            if each is not head
+            replace(row, other_names=(head.name,)) if row.parts[0].name == TABLE else row
+            for row in tensors
+            if row is not head
         ]
 
 
 def set_option(spec: dict[str, Any], name: str, value: Any) -> None:
-    """In a spec of ours, which has sections as dicts."""
+    """Set an option in a spec of ours, whose sections are dicts."""
     *sections, last = name.split(".")
     for section in sections:
         spec = spec.setdefault(section, {})
@@ -241,13 +256,13 @@ def set_option(spec: dict[str, Any], name: str, value: Any) -> None:
 
 
 def family_of(kind: str, options: Any) -> Family:
-    """The family of Hugging Face that a model of ours is one of.
+    """Return the family of Hugging Face as which a model of ours can be written.
 
     Args:
-        kind: the registered name of its type.
+        kind: the registered name of the model's type.
 
     Raises:
-        CheckpointError: it is none; which options differ.
+        CheckpointError: there is none; the message names the options that differ.
     """
     refused = []
     for name in HF_FAMILIES.names():
@@ -258,5 +273,5 @@ def family_of(kind: str, options: Any) -> Family:
                 return family
             refused.append(f"no {family.model_type}, since {', '.join(differences)}")
     if not refused:
-        refused = [f"a {kind}; those that can be are {', '.join(MODEL_OPTIONS.names())}"]
+        refused = [f"a {kind}; models that can be written are {', '.join(MODEL_OPTIONS.names())}"]
     raise CheckpointError(f"the model cannot be written for Hugging Face: it is {'; '.join(refused)}")

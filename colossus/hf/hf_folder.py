@@ -1,6 +1,6 @@
-"""A model folder of Hugging Face: its config as our model, its tensors found and checked. No torch.
+"""A model folder of Hugging Face: reading its config as our model, finding and checking its tensors. No torch.
 
-Everything that can be wrong is found from ``config.json`` and the headers of the files, before a process starts.
+``config.json`` and the headers of the files show everything that can be wrong, before a process starts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: keys of a config that colossus has nothing for
+#: keys of a config that colossus does not support
 _REFUSED = {"quantization_config": "quantised weights", "auto_map": "code of the model's own"}
-#: what safetensors calls a dtype -> torch's name
+#: safetensors' name of a dtype -> torch's name
 _DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items() if not name.startswith("complex")}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-#: problems of tensors that are there which an error lists
+#: at most so many wrong shapes and dtypes are listed in an error
 _MOST_LISTED = 4
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether it is meant as one: it has a config with a ``model_type``, or weights under their names."""
+    """Return whether a folder has a config with a ``model_type``, or weights under Hugging Face's file names."""
     if not path.is_dir():
         return False
     if any((path / name).exists() for name in (SINGLE, INDEX)):
@@ -53,11 +53,11 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object out of a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        DamagedCheckpoint: there is none.
-        CheckpointError: it may not be read.
+        DamagedCheckpoint: the file has none.
+        CheckpointError: the file may not be read.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -70,19 +70,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return body
 
 
-def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family of a config, and our model with ``given`` options laid over what the config says.
+def spec_of(path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config, and our model with the caller's options laid over those of the config.
 
     Raises:
-        CheckpointError: naming the keys and values that colossus has no model for.
+        CheckpointError: names the keys and values that colossus has no model for.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
-        known = ", ".join(HF_FAMILIES.names())
-        raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
+        families = ", ".join(HF_FAMILIES.names())
+        raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {families}")
     family: Family = HF_FAMILIES.get(kind)()
     problems = [f"{key}: colossus reads no {what}" for key, what in _REFUSED.items() if config.get(key)]
-    spec = family.to_spec(config, given, problems)
+    spec = family.to_spec(config, overrides, problems)
     if not problems:
         try:
             options_of(spec)
@@ -94,32 +94,32 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
                 problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(problems)}")
-    for key in family.keys:  # of a section that the config says, options are given one by one
+    for key in family.keys:  # the caller may override single options of a section
         section = key.ours.partition(".")[0]
-        if section != key.ours and isinstance(given.get(section), Mapping):
-            given = {**given, section: {**spec[section], **given[section]}}
-    return family, spec | dict(given)
+        if section != key.ours and isinstance(overrides.get(section), Mapping):
+            overrides = {**overrides, section: {**spec[section], **overrides[section]}}
+    return family, spec | dict(overrides)
 
 
 def options_of(spec: Mapping[str, Any]) -> Any:
-    """The checked options of ``dict(type=.., **options)``."""
+    """Return the checked options of ``dict(type=.., **options)``."""
     return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
 
 
 def beside_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a ``config.json`` is none of the model's: ids of special tokens, names of classes."""
+    """Return the parts of a ``config.json`` that say nothing about the model: special tokens, names of classes."""
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: config[key] for key in tokens if config.get(key) is not None}
     names = ("id2label", "label2id")
     labels = {key: config[key] for key in names if isinstance(config.get(key), Mapping) and config[key]}
-    return {title: found for title, found in ((TOKEN_IDS, ids), (LABELS, labels)) if found}
+    return {title: section for title, section in ((TOKEN_IDS, ids), (LABELS, labels)) if section}
 
 
 # -- its tensors -----------------------------------------------------------------------------------------
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file, row-major: its dtype by torch's name, and the offset of its first byte."""
+    """A row-major tensor of a safetensors file: its dtype by torch's name, and the offset of its first byte."""
 
     file: str
     dtype: str
@@ -128,11 +128,11 @@ class StoredTensor(NamedTuple):
 
 
 class HFFolder(NamedTuple):
-    """A model folder whose tensors are those that its config tells of.
+    """A model folder whose tensors are those of its config.
 
     Attributes:
-        placed: each tensor of the model, in its order, with where it is.
-        manifest: what the folder holds, by our names: tensors without chunks, files without checksums, the model's
+        placed: each tensor of the model, in its order, with its place in a file.
+        manifest: the folder's content by our names: tensors without chunks, files without checksums, the model's
             options.
     """
 
@@ -141,11 +141,11 @@ class HFFolder(NamedTuple):
 
 
 def read_folder(path: Path) -> HFFolder:
-    """A model folder, all of whose tensors are there, in the shapes of its config, and no others.
+    """Return a model folder that has all tensors of its config, in the config's shapes, and no others.
 
     Raises:
-        DamagedCheckpoint: a file is missing, truncated, or not what it is called.
-        CheckpointError: the model is none that colossus has, or its tensors are others.
+        DamagedCheckpoint: a file is missing, truncated, or not of the format of its name.
+        CheckpointError: colossus has no such model, or the folder has other tensors.
     """
     config = read_json(path / CONFIG)
     family, spec = spec_of(path, config, {})
@@ -157,7 +157,7 @@ def read_folder(path: Path) -> HFFolder:
         )
     placed = _place(path, family, family.tensors(options), stored)
     written_by = config.get("transformers_version")
-    files = sorted({each.file for each in stored.values()})
+    files = sorted({tensor.file for tensor in stored.values()})
     manifest = Manifest(
         step=0,
         saved_at=(path / CONFIG).stat().st_mtime,
@@ -177,7 +177,7 @@ def read_folder(path: Path) -> HFFolder:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors by name."""
+    """Return all tensors of a folder by name."""
     if (path / SINGLE).exists():
         return _header(path, SINGLE)
     if not (path / INDEX).exists():
@@ -194,11 +194,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, which the library has found whole: all bytes belong to one each.
+    """Return the tensors of a safetensors file by name. The library has checked that each byte belongs to one tensor.
 
     Raises:
-        DamagedCheckpoint: it is missing, truncated, or no safetensors file.
-        CheckpointError: it cannot be read.
+        DamagedCheckpoint: the file is missing, truncated, or no safetensors file.
+        CheckpointError: the file cannot be read.
     """
     path = folder / name
     if not path.is_file():
@@ -213,16 +213,16 @@ def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
         raise DamagedCheckpoint(f"{path}: is truncated or changed, or no safetensors file: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    found = {}
+    tensors = {}
     for key, entry in entries.items():
         if key != "__metadata__":
             dtype, offset = _DTYPES.get(entry["dtype"], entry["dtype"]), 8 + length + entry["data_offsets"][0]
-            found[key] = StoredTensor(name, dtype, tuple(entry["shape"]), offset)
-    return found
+            tensors[key] = StoredTensor(name, dtype, tuple(entry["shape"]), offset)
+    return tensors
 
 
 def _without_weights(path: Path) -> str:
-    for name in sorted(each.name for each in path.iterdir()):
+    for name in sorted(file.name for file in path.iterdir()):
         if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt")):
             return (
                 f"has {name} and no {SINGLE}: a pickle can run code, so colossus opens none. Convert it once with "
@@ -235,19 +235,19 @@ def _without_weights(path: Path) -> str:
 def _place(
     path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, StoredTensor]
 ) -> list[tuple[Row, StoredTensor]]:
-    """Each tensor of the model with where it is.
+    """Return each tensor of the model with its place in a file.
 
     Raises:
-        CheckpointError: naming what is missing, left over, of another shape or dtype.
+        CheckpointError: names the tensors that are missing, left over, or of another shape or dtype.
     """
     placed: list[tuple[Row, StoredTensor]] = []
     used: set[str] = set()
     missing: list[str] = []
     problems: list[str] = []
     for tensor in tensors:
-        known = (tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names)
-        used.update(known)
-        name = next((each for each in known if each in stored), None)
+        accepted = (tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names)
+        used.update(accepted)
+        name = next((name for name in accepted if name in stored), None)
         if name is None:
             missing += [] if tensor.may_be_missing else [tensor.name]
             continue
@@ -255,7 +255,7 @@ def _place(
         if there.shape != tensor.shape:
             problems.append(f"{name} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
         elif there.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {there.dtype}, which are no weights that can be trained")
+            problems.append(f"{name} has dtype {there.dtype}: weights are {', '.join(_FLOATS)}")
         placed.append((tensor, there))
     extra = [
         name

@@ -1,4 +1,4 @@
-"""Reading a model folder of Hugging Face by our names: any box of any parameter, from where it lies in a file."""
+"""The reader of Hugging Face's model folders: any box of any parameter, by our names, from its place in a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from colossus.layout.layout import Box
 class HFReader(CheckpointReader):
     """A model folder of Hugging Face (`colossus.hf.families`), read like a checkpoint that has weights only.
 
-    Nothing is read but the boxes that are asked for, through a buffer of one block (1 MiB): fused tensors (GPT-2's
-    ``c_attn``) and transposed ones (its ``Conv1D``), too.
+    It reads only the boxes that a caller asks for, through a buffer of one block (1 MiB), also from fused tensors
+    (GPT-2's ``c_attn``) and transposed ones (its ``Conv1D``).
 
     Raises:
         CheckpointError: see `read_folder`.
 
     Attributes:
-        folder: of the model.
+        folder: the model folder.
         manifest: ``tensors`` by our names, without chunks; ``config`` with the model; files without checksums.
     """
 
@@ -45,17 +45,17 @@ class HFReader(CheckpointReader):
         """Fill ``out`` with a box of a parameter, (start, stop) of every dim; ``out`` has the shape of the box.
 
         Raises:
-            CheckpointError: when there is no such parameter, or its file cannot be read.
+            CheckpointError: there is no such parameter, or its file cannot be read.
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
         for tensor, stored, first in self._places[key]:
             rows = tensor.rows
-            # the whole array of the file: the parameter is a part of it that begins at 0, or it a part of the parameter
+            # the file's whole array as a chunk of the parameter: the parameter lies in it, or it lies in the parameter
             start = (-first, *(0 for _ in rows[1:]))
             chunk = Chunk(stored.file, stored.offset, start[::-1] if tensor.transposed else start, rows)
             turned = (box[::-1], out.T) if tensor.transposed else (box, out)
             self._read_chunk(key, chunk, DTYPES[stored.dtype], *turned)
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
-        """Nothing: Hugging Face's folders have no checksums. What is wrong with headers and sizes was found before."""
+        """Check nothing: Hugging Face's folders have no checksums, and `read_folder` has checked headers and sizes."""

@@ -1,4 +1,4 @@
-"""What a config names of Hugging Face: ``model = dict(type="hf")``, and weights. No torch until they are opened."""
+"""Hugging Face in a config: ``model = dict(type="hf")``, and weights. It imports no torch until weights are opened."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from colossus.hf.native import is_native, resolve_native
 
 
 def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
-    """What ``model = dict(type="hf", path=..)`` means: our model, the path of its weights (None where it begins with
-    fresh ones), and that of its tokenizer (None where the folder has no tokenizer.json).
+    """Return our model for ``model = dict(type="hf", path=..)``, with the paths of its weights and of its tokenizer.
 
     Args:
         options: ``path``, a model folder of Hugging Face, relative to where the run is started; ``weights``, False for
-            the initial values of a new model; all others are options of ours that differ from what the folder says. Of
-            a model of transformers' own code see `resolve_native`.
+            the initial values of a new model; all others are options of ours that override the folder's. A model of
+            transformers' own code is resolved by `resolve_native`.
+
+    Returns:
+        The model's spec; the path of its weights, None with fresh values; the folder of its tokenizer, None without a
+        tokenizer.json.
 
     Raises:
-        ValueError: without a path, or when the folder's model is none that colossus has.
+        ValueError: there is no path, or colossus has no such model.
     """
     if is_native(options):
         return resolve_native(options)
-    given = dict(options)
-    path, weights = given.pop("path", None), given.pop("weights", True)
+    overrides = dict(options)
+    path, weights = overrides.pop("path", None), overrides.pop("weights", True)
     if not isinstance(path, str) or not path:
         raise ValueError(f'needs the path of a model folder: dict(type="hf", path="models/gpt2"), got path = {path!r}')
     folder = user_path(path)
@@ -36,22 +39,22 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str
         if folder.is_dir():
             raise ValueError(f"path = {path!r}: has no {CONFIG} with a model_type")
         raise ValueError(
-            f"path = {path!r}: there is no such folder; colossus downloads nothing: of a model of the Hub, "
-            f"huggingface_hub.snapshot_download(..) makes a folder and returns its path"
+            f"path = {path!r}: there is no such folder, and colossus downloads nothing: "
+            f"huggingface_hub.snapshot_download(..) downloads a model of the Hub and returns the folder's path"
         )
-    _, spec = spec_of(folder, read_json(folder / CONFIG), given)
+    _, spec = spec_of(folder, read_json(folder / CONFIG), overrides)
     return spec, path if weights else None, path if (folder / TOKENIZER_FILE).is_file() else None
 
 
 class HuggingFace:
-    """What `colossus.checkpoint.weight_sources` asks of a format of weights."""
+    """The format of weights that `colossus.checkpoint.weight_sources` calls for a model folder of Hugging Face."""
 
     title = "a model folder of Hugging Face"
     recognises = staticmethod(is_hf_folder)
 
     @staticmethod
     def manifest(path: Path) -> Manifest:
-        """What it holds; a CheckpointError says why it cannot be read."""
+        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
         return read_folder(path).manifest
 
     @staticmethod

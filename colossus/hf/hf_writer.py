@@ -1,4 +1,4 @@
-"""Writing a model folder of Hugging Face: planned from names and shapes, then streamed, one tensor at a time."""
+"""The writer of Hugging Face's model folders. It plans from names and shapes, then streams one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from colossus.state.replicas import common_weights
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What a model folder will hold.
+    """The content of a model folder that is to be written.
 
     Attributes:
-        config: what ``config.json`` says.
+        config: the content of ``config.json``.
         shards: file name -> the tensors in it, in their order.
-        dtypes: of each tensor by its name.
-        assets: what goes with the weights.
+        dtypes: the dtype of each tensor, by its name.
+        assets: the files that go with the weights.
     """
 
     config: Mapping[str, Any]
@@ -49,7 +49,7 @@ class FolderPlan:
 
     @property
     def part_names(self) -> list[str]:
-        """Our parameters, in the order in which they are written; of one, tensors of theirs are neighbours."""
+        """Our parameters in the order in which they are written, so that each is gathered once."""
         names = (part.name for tensors in self.shards.values() for tensor in tensors for part in tensor.parts)
         return list(dict.fromkeys(names))
 
@@ -66,35 +66,35 @@ def save(
     merge: bool = False,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
-    """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
+    """Write the model of an engine, under any plan, as a new model folder of Hugging Face.
 
         colossus.hf.save(engine, "models/mine")                       # on all ranks
         AutoModelForCausalLM.from_pretrained("models/mine")           # anywhere, later
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
-    Of a model with adapters of peft it is a folder of the adapters, for ``peft.PeftModel.from_pretrained``, or with
-    ``merge`` of the whole model. Of replicas with parameters of their own it is the average.
+    A model with adapters of peft is written as a folder of the adapters, for ``peft.PeftModel.from_pretrained``, or
+    with ``merge`` as the whole model. Replicas with parameters of their own are averaged.
 
     Args:
-        engine: or whatever else has a ``model`` under a plan and its ``context``.
-        dtype: of the weights; None is that in which the engine holds them.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        merge: adapters of peft into the weights that they adapt, in the host memory of rank 0, which holds all of them.
+        engine: an engine, or any object with a ``model`` under a plan and its ``context``.
+        dtype: the dtype of the written weights; None: the dtype in which the engine holds them.
+        max_shard_bytes: the most bytes of one file, unless a single tensor is larger.
+        merge: merge adapters of peft into the weights that they adapt. Rank 0 then holds all weights in host memory.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
-            it cannot be written.
+        CheckpointError: on all ranks: no family of Hugging Face's fits the model, the folder exists, or it cannot be
+            written.
     """
     target = user_path(target)
     with common_weights(engine):
         context = engine.context
         world = context.group(context.grid.names)
-        known = whole_tensors(engine.model, context)
+        our_tensors = whole_tensors(engine.model, context)
         options = getattr(engine.model, "options", None)
         kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
         is_writer = context.is_logging_rank
@@ -102,13 +102,13 @@ def save(
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, names_ranks=False)
         if has_adapters(engine.model):
-            adapted, order = plan_adapters(engine.model, context, known, merge=merge, dtype=dtype)
+            adapted, order = plan_adapters(engine.model, context, our_tensors, merge=merge, dtype=dtype)
         else:
-            if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
+            if options is None and hasattr(theirs, "to_dict"):  # a model of transformers' own code
                 config = {**native_config(engine.model), "architectures": [type(engine.model).__name__]}
-                plan = plan_native(config, known, dtype, max_shard_bytes, assets)
+                plan = plan_native(config, our_tensors, dtype, max_shard_bytes, assets)
             else:
-                plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
+                plan = plan_folder(kind, options, our_tensors, dtype, max_shard_bytes, assets)
             adapted, order = None, plan.part_names
         parts = stream_state_dict(engine.model, context, order=order)
 
@@ -119,7 +119,7 @@ def save(
                 elif is_writer:
                     write_folder(target, plan, parts, on_tensor=on_tensor)
             finally:
-                for _ in parts:  # ranks gather together to the end, also where writing has failed
+                for _ in parts:  # all ranks finish the gathers, also where writing has failed
                     pass
 
         on_all_ranks(world, write, names_ranks=False)
@@ -134,29 +134,30 @@ def to_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the weights that a reader has as a model folder, without ranks; see `save`.
+    """Write the weights of a reader as a model folder, without ranks; see `save`.
 
     Raises:
-        CheckpointError: when the model is none of Hugging Face's that colossus writes, the target is there, or cannot
-            be written.
+        CheckpointError: no family of Hugging Face's fits the model, the target exists, or it cannot be written.
     """
     spec = dict(reader.manifest.config.get("model") or {})
-    kind = str(spec.pop("type", "model that its checkpoint says nothing of"))
+    kind = str(spec.pop("type", "model that its checkpoint does not name"))
     try:
         options = MODEL_OPTIONS.get(kind)(**spec) if kind in MODEL_OPTIONS else None
     except ValidationError as error:
         raise CheckpointError(f"{reader.folder}: its model cannot be understood: {error}") from None
     names = reader.manifest.names("model")
     entries = {name: reader.entry(f"model/{name}") for name in names}
-    known = {name: WholeTensor({name: (0, 0)}, each.shape, DTYPES[each.dtype]) for name, each in entries.items()}
+    our_tensors = {
+        name: WholeTensor({name: (0, 0)}, entry.shape, DTYPES[entry.dtype]) for name, entry in entries.items()
+    }
     assets = read_assets(reader.folder, reader.manifest.config)
     if kind == "hf":
         config = dict(spec["config"])
         if spec.get("architecture"):
             config["architectures"] = [spec["architecture"]]
-        plan = plan_native(config, known, dtype, max_shard_bytes, assets)
+        plan = plan_native(config, our_tensors, dtype, max_shard_bytes, assets)
     else:
-        plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
+        plan = plan_folder(kind, options, our_tensors, dtype, max_shard_bytes, assets)
     parts = ((name, reader.tensor(f"model/{name}")) for name in plan.part_names)
     write_folder(target, plan, parts, on_tensor=on_tensor)
 
@@ -164,70 +165,70 @@ def to_hf(
 def plan_folder(
     kind: str,
     options: Any,
-    known: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
 ) -> FolderPlan:
-    """What is written of a model of ours.
+    """Return the folder that is written for a model of ours.
 
     Args:
         kind: the registered name of its type.
-        known: its parameters and buffers by first name.
+        our_tensors: its parameters and buffers by first name.
 
     Raises:
-        CheckpointError: when it is no model of Hugging Face's that colossus writes: which options, or names, differ.
+        CheckpointError: no family of Hugging Face's fits: the message names the options, or tensors, that differ.
     """
     family = family_of(kind, options)
     tensors = family.tensors(options)
-    _require_same_names(family, tensors, known)
+    _require_same_names(family, tensors, our_tensors)
     config = {
         "model_type": family.model_type,
         "architectures": [family.architecture],
         **family.to_config(options),
         **family.beside(options, assets.config),
     }
-    return _planned(tensors, config, known, dtype, max_shard_bytes, assets)
+    return _planned(tensors, config, our_tensors, dtype, max_shard_bytes, assets)
 
 
 def plan_native(
     config: Mapping[str, Any],
-    known: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
 ) -> FolderPlan:
-    """What is written of a model of transformers' own code, whose parameters have the names of the folder.
+    """Return the folder that is written for a model of transformers' own code; its parameters have the folder's names.
 
     Args:
-        config: what its ``config.json`` says.
+        config: the content of ``config.json``.
     """
-    tensors = native_rows(config, {name: each.shape for name, each in known.items()})
-    return _planned(tensors, dict(config), known, dtype, max_shard_bytes, assets)
+    tensors = native_rows(config, {name: tensor.shape for name, tensor in our_tensors.items()})
+    return _planned(tensors, dict(config), our_tensors, dtype, max_shard_bytes, assets)
 
 
 def _planned(
     tensors: Sequence[Row],
     config: dict[str, Any],
-    known: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
 ) -> FolderPlan:
-    dtypes = {each.name: dtype or known[each.parts[0].name].dtype for each in tensors}
+    dtypes = {tensor.name: dtype or our_tensors[tensor.parts[0].name].dtype for tensor in tensors}
     shards = split_into_shards(
-        tensors, lambda each: math.prod(each.shape) * dtypes[each.name].itemsize, max_shard_bytes
+        tensors, lambda tensor: math.prod(tensor.shape) * dtypes[tensor.name].itemsize, max_shard_bytes
     )
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    of_weights = str(max(dtypes.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
-    config |= {"dtype": of_weights, "torch_dtype": of_weights}  # its name before transformers 5
+    widest = str(max(dtypes.values(), key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    config |= {"dtype": widest, "torch_dtype": widest}  # the key is torch_dtype before transformers 5
     by_file = dict(zip(files if len(files) > 1 else [SINGLE], shards, strict=True))
     return FolderPlan(config, by_file, dtypes, assets)
 
 
-def _require_same_names(family: Family, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
+def _require_same_names(family: Family, tensors: Sequence[Row], our_tensors: Mapping[str, WholeTensor]) -> None:
     wanted = {part.name: part.shape for tensor in tensors for part in tensor.parts}
-    here = {name: each.shape for name, each in known.items()}
+    here = {name: tensor.shape for name, tensor in our_tensors.items()}
     for title, names in (
         ("it has no", wanted.keys() - here.keys()),
         (f"a {family.model_type} has no", here.keys() - wanted.keys()),
@@ -239,7 +240,7 @@ def _require_same_names(family: Family, tensors: Sequence[Row], known: Mapping[s
         if names:
             raise CheckpointError(
                 f"the model cannot be written for Hugging Face: {title} {listed(sorted(names))}. "
-                f"Adapters and other modules of your own are merged, or taken out, before"
+                f"Merge or remove adapters and other modules of your own first"
             )
 
 
@@ -250,23 +251,23 @@ def write_folder(
     *,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write what is planned into a folder that gets its name when it is complete.
+    """Write a planned folder; it gets its name when it is complete.
 
     Args:
         parts: our parameters with their names, in the order of ``plan.part_names``.
 
     Raises:
-        CheckpointError: the folder is there, or cannot be written.
+        CheckpointError: the folder exists, or cannot be written.
     """
-    given = _Given(parts)
+    stream = _ParameterStream(parts)
     with new_folder(target) as folder:
         weight_map: dict[str, str] = {}
         for file, tensors in plan.shards.items():
-            header = make_header([(each.name, plan.dtypes[each.name], each.shape) for each in tensors])
-            write_file(folder / file, header, _assembled(tensors, plan, given, on_tensor))
-            weight_map |= {each.name: file for each in tensors}
+            header = make_header([(tensor.name, plan.dtypes[tensor.name], tensor.shape) for tensor in tensors])
+            write_file(folder / file, header, _assembled(tensors, plan, stream, on_tensor))
+            weight_map |= {tensor.name: file for tensor in tensors}
         if len(plan.shards) > 1:
-            total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
+            total = sum(plan.num_bytes(tensor) for tensors in plan.shards.values() for tensor in tensors)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / CONFIG, plan.config)
         write_assets(plan.assets.files, folder)
@@ -275,8 +276,8 @@ def write_folder(
             _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
 
 
-class _Given:
-    """Our parameters as they come, of which the last one may be taken several times."""
+class _ParameterStream:
+    """A stream of our parameters whose last one can be taken several times."""
 
     def __init__(self, parts: Iterable[tuple[str, Tensor]]) -> None:
         self._parts = iter(parts)
@@ -284,7 +285,7 @@ class _Given:
 
     def take(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # its memory is free before the next is gathered
+            self._last = None  # frees its memory before the next parameter is gathered
             self._last = next(self._parts)
         assert self._last[0] == name
         return self._last[1]
@@ -293,14 +294,14 @@ class _Given:
 def _assembled(
     tensors: Sequence[Row],
     plan: FolderPlan,
-    given: _Given,
+    stream: _ParameterStream,
     on_tensor: Callable[[int], None],
 ) -> Iterator[Tensor]:
     for tensor in tensors:
         whole = torch.empty(tensor.rows, dtype=plan.dtypes[tensor.name])
         stacked = whole.T if tensor.transposed else whole
         for part, first in tensor.located():
-            value = given.take(part.name)
+            value = stream.take(part.name)
             value = value if tensor.index is None else value[tensor.index : tensor.index + 1]
             rows = stacked[max(0, first) : first + part.shape[0]].copy_(value)
             require_finite(rows, f"{tensor.name} ({part.name})", value)

@@ -10,7 +10,7 @@ from colossus.hf.families import Llama, Qwen3, llama_keys
 from colossus.hf.family import Key, Row, row
 from colossus.registry import HF_FAMILIES
 
-#: what both have one form of; transformers has no bias of the choice and no limit of an expert's tokens
+#: options with one value in both families; transformers has no bias of the choice and no limit of an expert's tokens
 _FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
@@ -22,11 +22,11 @@ _FIXED: Mapping[str, Any] = {
 
 
 def expert_rows(options: Any, theirs: str, names: Sequence[str]) -> list[Row]:
-    """Of the layers with experts.
+    """Return the rows of the layers with experts.
 
     Args:
-        theirs: the module in the place of an MLP.
-        names: in ``theirs.experts.0`` of gate, up and down.
+        theirs: the module that replaces the MLP.
+        names: the names of gate, up and down in ``theirs.experts.0``.
     """
     hidden, experts = options.hidden_size, options.experts
     inner, outer = (experts.num, experts.ffn_size, hidden), (experts.num, hidden, experts.ffn_size)
@@ -37,12 +37,12 @@ def expert_rows(options: Any, theirs: str, names: Sequence[str]) -> list[Row]:
             for number in range(experts.num)
         ]
     layers = [layer for layer in range(options.num_layers) if experts.is_in(layer)]
-    return [replace(each, layers=layers) for each in rows]
+    return [replace(row, layers=layers) for row in rows]
 
 
 @HF_FAMILIES.register("mixtral")
 class Mixtral(Llama):
-    """``LlamaOptions`` with ``experts`` in all layers."""
+    """Mixtral: ``LlamaOptions`` with ``experts`` in all layers."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -63,10 +63,12 @@ class Mixtral(Llama):
     fixed = {**_FIXED, "qk_norm": False, "experts.norm_topk": True, "experts.every": 1}
 
     def differences(self, options: Any) -> list[str]:
-        found, experts = super().differences(options), options.experts
+        differences, experts = super().differences(options), options.experts
         if experts is not None and experts.ffn_size != options.ffn_hidden_size:
-            found.append(f"experts.ffn_size = {experts.ffn_size} (not ffn_hidden_size = {options.ffn_hidden_size})")
-        return found
+            differences.append(
+                f"experts.ffn_size = {experts.ffn_size} (not ffn_hidden_size = {options.ffn_hidden_size})"
+            )
+        return differences
 
     def mlp_rows(self, options: Any) -> list[Row]:
         return expert_rows(options, "model.layers.*.block_sparse_moe", ("w1", "w3", "w2"))
@@ -74,7 +76,7 @@ class Mixtral(Llama):
 
 @HF_FAMILIES.register("qwen3_moe")
 class Qwen3MoE(Qwen3):
-    """``LlamaOptions`` with ``qk_norm`` and ``experts``."""
+    """Qwen3-MoE: ``LlamaOptions`` with ``qk_norm`` and ``experts``."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -100,11 +102,11 @@ class Qwen3MoE(Qwen3):
     required = dict(Qwen3.required, mlp_only_layers=[])
     fixed = {**_FIXED, "qk_norm": True}
 
-    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-        """transformers 5 writes ``num_local_experts``, and reads both."""
-        return super().to_spec({"num_experts": config.get("num_local_experts"), **config}, given, problems)
+    def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """Return our model as a spec; transformers 5 writes ``num_local_experts`` and reads both keys."""
+        return super().to_spec({"num_experts": config.get("num_local_experts"), **config}, overrides, problems)
 
     def mlp_rows(self, options: Any) -> list[Row]:
         dense = [layer for layer in range(options.num_layers) if not options.experts.is_in(layer)]
-        mlps = [replace(each, layers=dense) for each in super().mlp_rows(options)]
+        mlps = [replace(row, layers=dense) for row in super().mlp_rows(options)]
         return [*mlps, *expert_rows(options, "model.layers.*.mlp", ("gate_proj", "up_proj", "down_proj"))]

@@ -1,4 +1,4 @@
-"""Models of transformers' own code: what a config says of one, and how its parameters lie in a folder. No torch."""
+"""Models of transformers' own code: their config, and the layout of their parameters in a folder. No torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from colossus.config.user_path import user_path
 from colossus.hf.family import Part, Row, Shape
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_json
 
-#: model types with transformers' ``Conv1D``, whose weights are [in, out] there, and the names of these
+#: model types with transformers' ``Conv1D``, whose weights are [in, out] there, and the names of such weights
 _CONV1D_TYPES = ("gpt2", "openai-gpt", "decision_transformer", "imagegpt")
 _CONV1D = ("*.c_attn.weight", "*.q_attn.weight", "*.c_proj.weight", "*.c_fc.weight")
-#: options that are none of transformers' config
+#: options of ours that are no keys of transformers' config
 _OWN = ("native", "path", "weights", "config", "architecture", "rules", "blocks")
 
 
 def is_native(options: Mapping[str, Any]) -> bool:
-    """Whether ``dict(type="hf", **options)`` is a model of transformers' own code."""
+    """Return whether ``dict(type="hf", **options)`` is a model of transformers' own code."""
     return bool(options.get("native")) or "config" in options
 
 
 def resolve_native(options: Mapping[str, Any]) -> tuple[dict[str, Any], None, str | None]:
-    """What ``model = dict(type="hf", native=True, path=..)``, or with ``config=dict(model_type=..)``, means.
+    """Return the model of ``dict(type="hf", native=True, path=..)``, or of one with ``config=dict(model_type=..)``.
 
     Args:
-        options: ``path``, a model folder; or ``config``, what its config.json would say; ``weights``, False for initial
-            values in spite of a path; ``architecture``, a class of transformers; ``rules`` and ``blocks`` as of
+        options: ``path``, a model folder; or ``config``, the content of its config.json; ``weights``, False for initial
+            values in spite of a path; ``architecture``, a class of transformers; ``rules`` and ``blocks`` as for
             `colossus.parallelize`; all others are laid over the config.
 
     Returns:
-        The spec with the whole config in it, no weights (the model has them), and the folder of the tokenizer.
+        The spec with the whole config in it, no weights (the model loads them), and the folder of the tokenizer.
 
     Raises:
-        ValueError: without a config that names a model type.
+        ValueError: no config names a model type.
     """
     path, weights = options.get("path"), options.get("weights", True)
     if isinstance(weights, str):  # a config that was resolved and printed
@@ -57,21 +57,21 @@ def resolve_native(options: Mapping[str, Any]) -> tuple[dict[str, Any], None, st
 
 
 def is_transposed(config: Mapping[str, Any], name: str) -> bool:
-    """Whether transformers keeps this weight as [in, out], where colossus has [out, in]."""
+    """Return whether transformers stores this weight as [in, out], where colossus has [out, in]."""
     is_conv1d = config.get("model_type") in _CONV1D_TYPES
     return is_conv1d and any(fnmatch.fnmatchcase(name, pattern) for pattern in _CONV1D)
 
 
 def native_rows(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[Row]:
-    """The tensors of a folder with a model whose parameters have transformers' own names."""
+    """Return the tensors of a folder with a model whose parameters have transformers' own names."""
     return [Row(name, (Part(name, shape),), is_transposed(config, name)) for name, shape in shapes.items()]
 
 
 def original_config(model: Any, outermost: Any = None) -> Any:
-    """Return a copy of the config of a model of transformers' own code, as it came to `colossus.parallelize`.
+    """Return a copy of the config of a model of transformers' own code, as `colossus.parallelize` got it.
 
     Args:
-        outermost: what was parallelized, where that is a module around the model.
+        outermost: the module that was parallelized, where that is a module around the model.
     """
     cached = vars(model if outermost is None else outermost).get("_colossus_cached", ())
     for config in cached:
@@ -84,7 +84,7 @@ def original_config(model: Any, outermost: Any = None) -> Any:
 
 
 def native_config(model: Any) -> dict[str, Any]:
-    """Return the ``config.json`` of a model of transformers' own code, as it came to `colossus.parallelize`."""
-    said: dict[str, Any] = original_config(model).to_dict()
-    said.pop("_name_or_path", None)  # of this machine
-    return said
+    """Return the ``config.json`` of a model of transformers' own code, as `colossus.parallelize` got it."""
+    config: dict[str, Any] = original_config(model).to_dict()
+    config.pop("_name_or_path", None)  # a path of this machine
+    return config

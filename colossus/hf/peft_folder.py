@@ -1,7 +1,7 @@
-"""Models with adapters of peft as folders: the adapters alone, or merged into the weights of their model.
+"""Folders of models with adapters of peft: the adapters alone, or merged into the weights of their model.
 
-peft and transformers write both. They need their own modules for that, not those that `colossus.parallelize` has made:
-rank 0 makes the model again from its configs and gives it the values that the plan has spread over ranks.
+peft and transformers write both. They need their own modules for that, not those that `colossus.parallelize` made: rank
+0 makes the model again from its configs and fills in the values that the plan has spread over ranks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ def has_adapters(model: Any) -> bool:
     """Return whether a model has adapters of peft.
 
     Raises:
-        CheckpointError: it has them without peft's own class around it.
+        CheckpointError: the model has adapters without peft's own class around it.
     """
     if not getattr(model, "peft_config", None):
         return False
     if not hasattr(model, "get_base_model"):
         raise CheckpointError(
-            f"{type(model).__name__} has adapters that were put into it by add_adapter, or inject_adapter_in_model: "
-            f"make it with peft.get_peft_model(model, config), and colossus.hf.save writes an adapter folder, or the "
-            f"merged model"
+            f"{type(model).__name__} has adapters from add_adapter, or inject_adapter_in_model: make it with "
+            f"peft.get_peft_model(model, config), and colossus.hf.save writes an adapter folder, or the merged model"
         )
     return True
 
@@ -48,12 +47,12 @@ def has_adapters(model: Any) -> bool:
 def plan_adapters(
     model: Any,
     context: ParallelContext,
-    known: Mapping[str, WholeTensor],
+    tensors: Mapping[str, WholeTensor],
     *,
     merge: bool,
     dtype: torch.dtype | None,
 ) -> tuple[PeftFolder | None, list[str]]:
-    """Return what rank 0 writes, None on the others, and the names of the tensors that it needs. Collective.
+    """Return what rank 0 writes (None on other ranks) and the names of the tensors that it needs. Collective.
 
     Raises:
         CheckpointError: on all ranks, see `PeftFolder`.
@@ -63,40 +62,40 @@ def plan_adapters(
     trained = {name for names in all_gather_object(mine, world) for name in names}
     folder = on_all_ranks(
         world,
-        lambda: PeftFolder(model, known, trained, merge, dtype) if context.is_logging_rank else None,
+        lambda: PeftFolder(model, tensors, trained, merge, dtype) if context.is_logging_rank else None,
         names_ranks=False,
     )
     return folder, broadcast_object([] if folder is None else folder.names, world, 0)
 
 
 class PeftFolder:
-    """A model with adapters, as peft has it in one process: for the rank that writes.
+    """A model with adapters as peft has it in one process, on the rank that writes.
 
     Args:
-        model: of the engine.
-        known: its parameters and buffers by first name.
+        model: the engine's model.
+        tensors: its parameters and buffers by first name.
         trained: names of the parameters that are trained.
-        merge: into the weights of the model; else the adapters alone are written. All weights are then on the host of
-            this rank.
-        dtype: of what is written; None is that of each tensor.
+        merge: merge the adapters into the weights, so that this rank holds all weights in host memory; else write only
+            the adapters.
+        dtype: the dtype of the written tensors; None: each tensor's own.
 
     Attributes:
-        names: of what is written, or needed for it.
+        names: the tensors that are written, or needed to merge.
 
     Raises:
-        CheckpointError: the model is none of transformers', its adapters cannot be merged, or something that is trained
-            is not in the folder.
+        CheckpointError: the model is none of transformers', its adapters cannot be merged, or a trained parameter has
+            no place in the folder.
     """
 
     def __init__(
         self,
         model: Any,
-        known: Mapping[str, WholeTensor],
+        tensors: Mapping[str, WholeTensor],
         trained: set[str],
         merge: bool,
         dtype: torch.dtype | None,
     ) -> None:
-        self._merge, self._dtype, self._known = merge, dtype, known
+        self._merge, self._dtype, self._tensors = merge, dtype, tensors
         base, configs = model.get_base_model(), copy.deepcopy(model.peft_config)
         if not hasattr(getattr(base, "config", None), "to_dict"):
             raise CheckpointError(f"{type(base).__name__} is no model of transformers, of which peft reads folders")
@@ -105,10 +104,10 @@ class PeftFolder:
                 "adapters that put tokens before a text (prompts, prefixes) cannot be merged into weights: leave merge "
                 "out, which writes an adapter folder"
             )
-        with torch.random.fork_rng(devices=()):  # what is drawn here, no other rank draws
+        with torch.random.fork_rng(devices=()):  # other ranks draw nothing here, and generators must stay equal
             with torch.device("cpu" if merge else "meta"):
-                made = type(base)(original_config(base, model))
-            self._model = _adapted(made, configs)
+                plain = type(base)(original_config(base, model))
+            self._model = _adapted(plain, configs)
         if len(configs) > 1:
             self._model.base_model.set_adapter(model.active_adapters)
         self._is_transposed = {
@@ -116,7 +115,7 @@ class PeftFolder:
             for name, module in self._model.named_modules()
             if _is_conv1d(module) and not _is_conv1d(model.get_submodule(name))
         }
-        self.names = [*known] if merge else self._names_of_adapters(trained)
+        self.names = [*tensors] if merge else self._names_of_adapters(trained)
 
     def _names_of_adapters(self, trained: set[str]) -> list[str]:
         from peft import get_peft_model_state_dict
@@ -127,12 +126,12 @@ class PeftFolder:
             for name in self._model.peft_config
             for value in get_peft_model_state_dict(self._model, state, name).values()
         }
-        by_first = {alias: first for first, tensor in self._known.items() for alias in tensor.names}
+        by_first = {alias: first for first, tensor in self._tensors.items() for alias in tensor.names}
         names = [name for name, value in state.items() if id(value) in chosen or name.startswith("prompt_encoder.")]
-        if left_out := sorted(trained - set(names)):
+        if missing := sorted(trained - set(names)):
             raise CheckpointError(
-                f"{listed(left_out)}: is trained, and is no part of an adapter folder. Save the merged model, "
-                f"colossus.hf.save(engine, .., merge=True), or name it in modules_to_save"
+                f"{listed(missing)}: trained, but no part of an adapter folder. Save the merged model, "
+                f"colossus.hf.save(engine, .., merge=True), or list it in modules_to_save"
             )
         return [*dict.fromkeys(by_first[name] for name in names)]
 
@@ -140,7 +139,7 @@ class PeftFolder:
         self, target: Path, parts: Iterable[tuple[str, Tensor]], assets: Assets, max_shard_bytes: int,
         on_tensor: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Write the folder, which gets its name when it is complete.
+        """Write the folder; it gets its name when it is complete.
 
         Args:
             parts: the whole tensors of ``names``.
@@ -158,19 +157,19 @@ class PeftFolder:
                 flush(path)
 
     def _take(self, first: str, value: Tensor) -> None:
-        """Put a tensor in its places."""
+        """Put a tensor into all its places in the model."""
         cast = value.detach().to("cpu", self._dtype if value.is_floating_point() else None)
         require_finite(cast, first, value)
         parameters: dict[bool, nn.Parameter] = {}
-        for name in self._known[first].names:
+        for name in self._tensors[first].names:
             path, _, leaf = name.rpartition(".")
             module, is_transposed = self._model.get_submodule(path), path in self._is_transposed and leaf == "weight"
             if leaf in module._buffers:
                 module._buffers[leaf] = cast
                 continue
             if is_transposed not in parameters:
-                kept = cast.T.contiguous() if is_transposed else cast
-                parameters[is_transposed] = nn.Parameter(kept, requires_grad=False)
+                data = cast.T.contiguous() if is_transposed else cast
+                parameters[is_transposed] = nn.Parameter(data, requires_grad=False)
             module._parameters[leaf] = parameters[is_transposed]
 
     def _merged(self) -> Any:
@@ -178,7 +177,7 @@ class PeftFolder:
 
         holders = Counter(id(value) for module in self._model.modules() for value in module._parameters.values())
         for layer in self._model.modules():
-            if isinstance(layer, BaseTunerLayer):  # a weight that another module shares stays as that module has it
+            if isinstance(layer, BaseTunerLayer):  # merging must not change a weight that another module shares
                 own = layer.get_base_layer()._parameters
                 shared = {leaf: value for leaf, value in own.items() if value is not None and holders[id(value)] > 1}
                 own.update({leaf: nn.Parameter(value.clone(), False) for leaf, value in shared.items()})
@@ -194,26 +193,26 @@ class PeftFolder:
         return merged
 
 
-def _adapted(made: Any, configs: Mapping[str, Any]) -> Any:
-    """Return a model with adapters of these configs, whatever values they have."""
+def _adapted(model: Any, configs: Mapping[str, Any]) -> Any:
+    """Return a model with adapters of these configs, whose values do not matter."""
     import peft
 
     for name, config in configs.items():
         plain = copy.deepcopy(config)
-        if isinstance(getattr(plain, "init_lora_weights", None), str):  # computed from the weights, which come later
+        if isinstance(getattr(plain, "init_lora_weights", None), str):  # it would use the weights, which come later
             plain.init_lora_weights = True
-        if getattr(plain, "prompt_tuning_init", None):  # made of a text, by a tokenizer
+        if getattr(plain, "prompt_tuning_init", None):  # it would need a text and a tokenizer
             plain.prompt_tuning_init = "RANDOM"
-        if isinstance(made, peft.PeftModel):
-            made.add_adapter(name, plain)
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(name, plain)
         else:
-            made = peft.get_peft_model(made, plain, name, autocast_adapter_dtype=False)
-        if plain.is_prompt_learning:  # peft runs what makes the tokens
-            made.prompt_encoder.to_empty(device="cpu")
-    made.peft_config.update(configs)
-    return made
+            model = peft.get_peft_model(model, plain, name, autocast_adapter_dtype=False)
+        if plain.is_prompt_learning:  # peft runs the encoder that makes the tokens
+            model.prompt_encoder.to_empty(device="cpu")
+    model.peft_config.update(configs)
+    return model
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is transformers' linear whose weight is [in, out]."""
+    """Return whether a module is transformers' linear, whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D"

@@ -1,4 +1,4 @@
-"""Text from a trained model and its loss: a checkpoint under any plan, a key/value cache, sampling."""
+"""Text from a trained model, and its loss: a checkpoint under any plan, a key/value cache, sampling."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Prompts continued token by token, all in step.
+"""Decoding: prompts continued token by token, all rows in step.
 
-The first forward takes as many tokens as the shortest prompt has. From there on every row goes one token further in
-each: a longer prompt gives its next one, where a shorter one takes the token that was chosen. So no row has padding,
-and each is what it would be alone.
+The first forward takes as many tokens as the shortest prompt has. From there on every row advances one token in each
+forward: a longer prompt takes its own next token, a shorter one the sampled token. So no row has padding, and each row
+has the result that it would have alone.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from colossus.inference.model import TextModel
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.random import hash_key
 
-#: what stands for a token where the logits are not numbers
+#: the id in place of a token where the logits are not numbers
 NOT_A_NUMBER = -1
 #: bits of a random number
 _BITS = 48
 
 
 class Decoding:
-    """Prompts on their way. Every rank of the model has one, and calls `step` equally often.
+    """The state of prompts that are continued. Every rank of the model has one, and calls `step` equally often.
 
     Args:
         prompts: ids, at least one each.
-        max_tokens: to make of each.
+        max_tokens: the most new tokens of each.
         stop: ids that end a row; they belong to it.
-        num_ids: ids from this on are never taken.
+        num_ids: ids from this on are never sampled.
 
     Attributes:
-        tokens: of each row, the prompt included.
-        model: what makes tokens.
-        ended: why a row has ended ("max_tokens", "stop", "positions"); None while it goes on.
-        cache: what this rank holds; None of a model that is called with whole sequences.
+        tokens: the tokens of each row, with the prompt.
+        model: the model that predicts tokens.
+        ended: the reason why a row has ended ("max_tokens", "stop", "positions"); None while it continues.
+        cache: this rank's keys and values; None for a model that takes whole sequences.
 
     Raises:
-        ValueError: for prompts that are empty or too long, and for ids that the model has not.
+        ValueError: a prompt is empty or too long, or has an id outside the vocabulary.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Decoding:
         self.tokens = [list(map(int, prompt)) for prompt in prompts]
         self._lengths = [len(prompt) for prompt in self.tokens]
         self.ended: list[str | None] = [None] * len(self.tokens)
-        #: repeated from the first until the ranks that split a batch divide them
+        #: the prompt of each row; prompts repeat until the ranks that split a batch divide the rows
         self._rows = [row % len(prompts) for row in range(round_up(len(prompts), model.row_multiple))]
         self._seen, self._next = 0, min(self._lengths)
         self.cache = KeyValueCache() if model.can_cache else None
@@ -71,11 +71,11 @@ class Decoding:
         return all(self.ended)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.model.close()
 
     def step(self) -> list[int | None]:
-        """One forward: the new token of each row; None of those that have ended, or have a prompt left. Collective.
+        """Run one forward and return the new token of each row, None for ended rows and unfinished prompts. Collective.
 
         Raises:
             FloatingPointError: on all ranks, when logits are not numbers.
@@ -89,12 +89,14 @@ class Decoding:
             numbers = [0.0 if self._sampling.greedy else uniform(self._sampling.seed, row, position) for row in rows]
             on_device = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
             chosen = pick(logits[:, -1], self._sampling, on_device, self._num_ids)
-        taken = self.model.agree(len(self._rows), chosen).cpu().tolist()  # where the host waits, once for each token
+        agreed = (
+            self.model.agree(len(self._rows), chosen).cpu().tolist()
+        )  # the one place of a step where the host waits
         self._seen, self._next = position, position + 1
-        return [self._take(row, position, token) for row, token in zip(range(len(self.tokens)), taken, strict=False)]
+        return [self._take(row, position, token) for row, token in zip(range(len(self.tokens)), agreed, strict=False)]
 
     def _token(self, row: int, column: int) -> int:
-        tokens = self.tokens[row]  # a row that has ended goes on with its last token, which nobody sees
+        tokens = self.tokens[row]  # a row that has ended continues with its last token, and the result is dropped
         return tokens[column] if column < len(tokens) else tokens[-1]
 
     def _take(self, row: int, position: int, token: int) -> int | None:
@@ -102,7 +104,7 @@ class Decoding:
             return None
         if token == NOT_A_NUMBER:
             raise FloatingPointError(
-                f"the logits of prompt {row + 1} behind {position} tokens are not numbers (NaN): the weights are not, "
+                f"the logits of prompt {row + 1} after {position} tokens are not numbers (NaN): the weights are not, "
                 f"or they overflow in this precision (train.precision=fp32 overrides it)"
             )
         tokens = self.tokens[row]
@@ -117,7 +119,7 @@ class Decoding:
 
 
 def generate(model: TextModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The tokens behind each prompt, without it; the options are those of `Decoding`. Collective."""
+    """Return the tokens behind each prompt, without it; the options are those of `Decoding`. Collective."""
     decoding = Decoding(model, prompts, **options)
     while not decoding.is_done:
         decoding.step()
@@ -125,16 +127,17 @@ def generate(model: TextModel, prompts: Sequence[Sequence[int]], **options: Any)
 
 
 def uniform(seed: int, row: int, position: int) -> float:
-    """A number in [0, 1), a function of its arguments alone: the same under every plan, in every order."""
+    """Return a number in [0, 1) that depends only on its arguments: it is the same under every plan, in every order."""
     return (hash_key(seed, "generate", row, position) >> (63 - _BITS)) / 2**_BITS
 
 
 def pick(logits: Tensor, sampling: Sampling, numbers: Tensor, num_ids: int | None = None) -> Tensor:
-    """The next token of each row.
+    """Return the next token of each row.
 
     Args:
         logits: [rows, vocabulary].
-        numbers: [rows] in [0, 1), float64: where the distribution is cut. Not looked at by a greedy choice.
+        numbers: [rows] in [0, 1), float64: the point of the cumulative distribution to take. A greedy choice ignores
+            it.
         num_ids: ids from this on stand for no text, and are not taken.
 
     Returns:
@@ -152,17 +155,17 @@ def pick(logits: Tensor, sampling: Sampling, numbers: Tensor, num_ids: int | Non
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Of each token, [rows, vocabulary] in float64: 0 where top-k and top-p leave it out."""
+    """Return the probability of each token, [rows, vocabulary] in float64; 0 where top-k and top-p exclude it."""
     logits = logits.double()
     scores = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
-    found = scores.softmax(-1)
+    result = scores.softmax(-1)
     if sampling.top_p < 1:
-        ordered, order = found.sort(dim=-1, descending=True, stable=True)
-        likelier = ordered.cumsum(-1) - ordered  # of all tokens before each
-        left_out = torch.zeros_like(found, dtype=torch.bool).scatter(-1, order, likelier >= sampling.top_p)
-        found = found.masked_fill(left_out, 0)
-        found = found / found.sum(-1, keepdim=True)
-    return found
+        ordered, order = result.sort(dim=-1, descending=True, stable=True)
+        likelier = ordered.cumsum(-1) - ordered  # the sum over all likelier tokens
+        left_out = torch.zeros_like(result, dtype=torch.bool).scatter(-1, order, likelier >= sampling.top_p)
+        result = result.masked_fill(left_out, 0)
+        result = result / result.sum(-1, keepdim=True)
+    return result

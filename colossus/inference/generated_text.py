@@ -1,4 +1,4 @@
-"""From text to tokens, and back to standard output as they come. No torch."""
+"""Text to tokens, and tokens to text on standard output as they come. No torch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """The text behind a prompt as its tokens come: a character when it is whole, and nothing is taken back.
+    """The text behind a prompt as its tokens come. A character appears when it is complete, and is never taken back.
 
-    What a token adds may depend on those before it (a decoder takes the space where a text begins), so it is the
-    difference between two texts: of the last tokens that are shown, with and without those that came after them.
+    The text of a token may depend on those before it (a decoder drops the space where a text begins). So the new text
+    is the difference between two texts: of the last tokens that are shown, with and without those that came after them.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
         self._decode, self._ids, self._num_shown = decode, list(prompt), len(prompt)
 
     def push(self, token: int) -> str:
-        """The text that is certain with one more token; empty in the middle of a character."""
+        """Return the new text that is certain with one more token; it is empty in the middle of a character."""
         self._ids.append(token)
         text = self._decode(self._ids)
         return "" if text.endswith(_REPLACEMENT) else self._show(text)
 
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """Return the rest of the text when no more tokens come."""
         return self._show(self._decode(self._ids))
 
     def _show(self, text: str) -> str:
@@ -49,10 +49,10 @@ class TextStream:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """How text becomes tokens, and tokens text.
+    """The functions between text and tokens.
 
     Attributes:
-        num_ids: ids from this on stand for nothing.
+        num_ids: ids from this on stand for no text.
         stop: ids that end a text.
     """
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte of UTF-8; in prompts of a shell or a pipe also of what is none."""
+    """Return the tokenizer of UTF-8 bytes. It also encodes bytes of a shell or a pipe that are no UTF-8."""
     return Tokenizer(
         encode=lambda text: list(text.encode("utf-8", "surrogateescape")),
         decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
@@ -72,14 +72,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def file_tokenizer(file: Path, token_ids: Mapping[str, Any], *, adds_special: bool = True) -> Tokenizer:
-    """A ``tokenizer.json`` of Hugging Face.
+    """Return the tokenizer of a ``tokenizer.json`` of Hugging Face.
 
     Args:
-        token_ids: ``eos_token_id`` and the like, where no file beside it says them.
-        adds_special: whether a prompt begins as its template says (``<s>``, say). Datasets of colossus add nothing.
+        token_ids: ``eos_token_id`` and the like, where no file beside it has them.
+        adds_special: a prompt begins with the tokens of its template (``<s>``, say). Datasets of colossus add none.
 
     Raises:
-        ConfigError: without the library `tokenizers`, and for a file that it cannot read.
+        ConfigError: the library `tokenizers` is missing, or cannot read the file.
     """
     try:
         library = load_tokenizer(file.read_bytes(), f"the tokenizer {file}")
@@ -94,48 +94,49 @@ def file_tokenizer(file: Path, token_ids: Mapping[str, Any], *, adds_special: bo
     )
 
 
-def tokenizer_of(source: WeightSource, given: str | None) -> Tokenizer:
-    """The tokenizer that a user names ("bytes", a tokenizer.json, or a folder with one), else that of the checkpoint.
+def tokenizer_of(source: WeightSource, choice: str | None) -> Tokenizer:
+    """Return the user's tokenizer ("bytes", a tokenizer.json, or a folder with one), else the checkpoint's.
 
     Raises:
-        ConfigError: when it is not there, or nothing says which.
+        ConfigError: it does not exist, or neither names one.
     """
-    name = given if given is not None else source.manifest.tokenizer
+    name = choice if choice is not None else source.manifest.tokenizer
     if name is None:
         raise ConfigError(
-            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8), --tokenizer "
-            f"PATH of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
+            f"{source.folder}: records no tokenizer: pass --tokenizer bytes (UTF-8), --tokenizer PATH of a "
+            f"{TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
         )
     if name == BYTES:
         return byte_tokenizer()
-    file = user_path(name) if given is not None else source.folder / name
+    file = user_path(name) if choice is not None else source.folder / name
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    # as the model has seen text begin: Hugging Face's with its template, our datasets' without
+    # prompts begin as in training: with the template for Hugging Face's models, without it for our datasets
     is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)
     return file_tokenizer(file, source.token_ids, adds_special=is_theirs)
 
 
 def special_ids(folder: Path, token_ids: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """The tokens that a folder's files of Hugging Face name by a key, ``eos_token_id`` say.
+    """Return the ids under a key (``eos_token_id``, say) of a folder's files of Hugging Face.
 
     Args:
-        token_ids: of the model, where no file says.
+        token_ids: ids of the model, where no file has the key.
     """
-    found = token_ids.get(key)
-    for name in ("config.json", "generation_config.json"):  # the last that says
+    ids = token_ids.get(key)
+    for name in ("config.json", "generation_config.json"):  # the later file wins
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            said = json.loads((folder / name).read_bytes()).get(key)
-            found = found if said is None else said
-    return tuple(each for each in (found if isinstance(found, list) else [found]) if type(each) is int and each >= 0)
+            value = json.loads((folder / name).read_bytes()).get(key)
+            ids = ids if value is None else value
+    return tuple(id_ for id_ in (ids if isinstance(ids, list) else [ids]) if type(id_) is int and id_ >= 0)
 
 
 class Texts:
-    """The prompts and what follows them: the text of one prompt is printed as its tokens come, of several at the end.
-    Without a tokenizer tokens are numbers with commas.
+    """The prompts and their continuations. A single prompt is printed as its tokens come, several at the end.
+
+    Without a tokenizer, tokens are printed as numbers with commas.
 
     Args:
-        prompts: as text; None where they were given as tokens.
-        out: where to print; None prints nothing.
+        prompts: as text; None where the prompts are tokens.
+        out: the file for the text; None prints nothing.
     """
 
     def __init__(
@@ -146,20 +147,20 @@ class Texts:
         out: TextIO | None,
     ) -> None:
         self._prompts = prompts
-        self._shown = prompts or [",".join(map(str, each)) for each in tokens]
+        self._shown = prompts or [",".join(map(str, prompt)) for prompt in tokens]
         self._out, self._is_streamed = out, len(tokens) == 1
         self.prompt_tokens = tokens
-        self._streams = [TextStream(tokenizer.decode, each) if tokenizer else None for each in tokens]
+        self._streams = [TextStream(tokenizer.decode, prompt) if tokenizer else None for prompt in tokens]
         self.tokens: list[list[int]] = [[] for _ in tokens]
         self.texts = ["" for _ in tokens]
         self.ended: list[str | None] = [None] * len(tokens)
-        #: when the first step and the last one had ended, and tokens made by then
+        #: the ends of the first step and of the last one: the time, and the number of tokens by then
         self._marks: list[tuple[float, int]] = []
         if self._is_streamed:
             self._write(self._shown[0])
 
     def add(self, tokens: Sequence[int | None], ended: Sequence[str | None]) -> None:
-        """What a step gave."""
+        """Add the new tokens of a step."""
         for row, token in enumerate(tokens):
             if token is not None:
                 self.tokens[row].append(token)
@@ -169,7 +170,7 @@ class Texts:
         self._marks[1:] = [(time.perf_counter(), sum(map(len, self.tokens)))]
 
     def finish(self) -> None:
-        """Nothing more comes: what is there is printed."""
+        """Print the rest, when no more tokens come."""
         count = len(self.tokens)
         for row, stream in enumerate(self._streams):
             self.ended[row] = self.ended[row] or "stopped"
@@ -180,14 +181,14 @@ class Texts:
             self._write(end if self._is_streamed else heading + text + end)
 
     def tokens_per_second(self) -> float | None:
-        """Of all prompts together, made after the first step."""
+        """Return the speed of all prompts together after the first step."""
         if len(self._marks) < 2:
             return None
         (began, before), (ended, after) = self._marks
         return (after - before) / (ended - began)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """One entry for each prompt."""
+        """Return one entry for each prompt."""
         return [
             {
                 "prompt": self._prompts[row] if self._prompts is not None else None,

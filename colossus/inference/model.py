@@ -31,16 +31,16 @@ from colossus.state.parameters import load_matched, model_weights, parameter_box
 
 
 class TextModel:
-    """What `load_model` returns.
+    """A language model under a plan; `load_model` returns one.
 
     Attributes:
         module: this rank's shards, in eval mode, without gradients.
         context: ranks, axes, groups.
-        row_multiple: a batch has a multiple of so many rows, which ranks share out.
-        num_positions: what comes behind so many tokens the model has no position for; None without an end.
-        vocab_size: None of a model that does not say.
-        can_cache: whether a token can be computed from a cache of those before it: where the model's class says so by
-            ``key_value_cache = True``, as ours do. Where not, whole sequences are.
+        row_multiple: the number of rows of a batch is a multiple of it, so that the ranks can split them.
+        num_positions: the number of positions that the model has learned; None without a limit.
+        vocab_size: the size of the vocabulary; None if the model does not tell.
+        can_cache: a token can be computed from a cache of those before it. Model classes declare that with
+            ``key_value_cache = True``, as ours do; other models take whole sequences.
     """
 
     def __init__(self, config: Config, context: ParallelContext, module: nn.Module, pipeline: PipelineRuntime) -> None:
@@ -49,26 +49,26 @@ class TextModel:
         self._autocast = context.precision.autocast(context.device)
         self._stages, self._pipeline = _Stages(pipeline, module), pipeline
         self._executor = pipeline.make_executor(self._stages, self._parallel) if pipeline.partition else None
-        self._chain = None if self._executor is not None else _shortened(module)
+        self._chain = None if self._executor is not None else _chain_of(module)
         self._axes = batch_axes(context)
         ways, index = (context.size(self._axes), context.index(self._axes)) if self._axes else (1, 0)
         self.row_multiple, self._rows_index = ways * context.size("data"), context.index("data") * ways + index
         self._world = context.group(context.grid.names)
-        positions = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
+        positions = [layer.num_positions for layer in module.modules() if isinstance(layer, PositionEmbedding)]
         self.num_positions = min(positions, default=None)
         self.vocab_size = getattr(model_options(config), "vocab_size", None)
         self.can_cache = bool(getattr(module, "key_value_cache", False))
 
     def logits(self, ids: Tensor, cache: KeyValueCache | None = None, *, only_last: bool = True) -> Tensor | None:
-        """The logits of this rank's rows, with the whole vocabulary. Collective.
+        """Return the logits of this rank's rows, with the whole vocabulary. Collective.
 
         Args:
             ids: [rows, tokens] of the whole batch, the same on all ranks; rows a multiple of `row_multiple`. With a
-                cache they follow what it holds, and are added to it.
-            only_last: of the last token of each row.
+                cache these tokens follow those in it, and are added to it.
+            only_last: return the logits of the last token of each row.
 
         Returns:
-            [rows / ranks that split them, tokens or 1, vocabulary], see `rows`; None but on the last pipeline stage.
+            [rows / ranks that split them, tokens or 1, vocabulary], see `rows`; None except on the last pipeline stage.
         """
         local = ids[self.rows(len(ids))].to(self.context.device, non_blocking=True)
         info = BatchInfo(cache=cache, only_last_token=only_last)
@@ -80,8 +80,9 @@ class TextModel:
                 return None
             if getattr(out, "ndim", None) != 3:
                 raise ValueError(
-                    f"{type(self.module).__name__}: its output is no logits [batch, tokens, vocabulary] (of a model of "
-                    f"transformers' own code `colossus checkpoint convert --to hf` writes a folder for its generate)"
+                    f"{type(self.module).__name__}: its output is not logits [batch, tokens, vocabulary] (for a model "
+                    f"of transformers' own code, `colossus checkpoint convert --to hf` writes a folder that its own "
+                    f"generate takes)"
                 )
             logits = to_whole(out)
             return logits[:, -1:] if only_last else logits
@@ -93,23 +94,24 @@ class TextModel:
         return self._stages.output
 
     def rows(self, count: int) -> slice:
-        """Those of ``count`` rows that this rank computes."""
+        """Return the slice of ``count`` rows that this rank computes."""
         size = count // self.row_multiple
         return slice(self._rows_index * size, (self._rows_index + 1) * size)
 
     def agree(self, count: int, of_rows: Tensor | None) -> Tensor:
-        """Numbers of all rows, on all ranks, out of those of each rank's rows. Collective.
+        """Return the ids of all rows, on all ranks, from the ids of each rank's rows. Collective.
 
         Args:
-            of_rows: int64 [rows of this rank], on the last pipeline stage; of ranks with the same rows one is heard.
+            of_rows: int64 [rows of this rank], on the last pipeline stage; among ranks with the same rows, one rank
+                sends.
         """
         if self._world.size == 1:
             assert of_rows is not None
             return of_rows
         out = torch.zeros(count, dtype=torch.int64, device=self.context.device)
         split = {*self.context.grid.axes("data"), *self._axes, "pipeline"}
-        is_heard = all(index == 0 for axis, index in self.context.coordinates.items() if axis not in split)
-        if of_rows is not None and is_heard:
+        is_sender = all(index == 0 for axis, index in self.context.coordinates.items() if axis not in split)
+        if of_rows is not None and is_sender:
             out[self.rows(count)] = of_rows
         return collectives.all_reduce(out, self._world, owned=True).wait()
 
@@ -119,10 +121,10 @@ class TextModel:
 
 
 class _Stages:
-    """The stages of this rank as the executor calls them, of which it runs forwards only.
+    """The stages of this rank with the methods that the executor calls for forwards.
 
     Attributes:
-        output: of the last stage.
+        output: the output of the last stage.
     """
 
     def __init__(self, pipeline: PipelineRuntime, module: nn.Module) -> None:
@@ -137,7 +139,7 @@ class _Stages:
         if stage != self._last_stage:
             return out
         self.output = out
-        return self._nothing, self._nothing  # where training has a loss
+        return self._nothing, self._nothing  # in place of a loss and its count
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} belongs to a backward")
@@ -146,15 +148,15 @@ class _Stages:
 def load_model(
     source: WeightSource, config: Config | None = None, *, overrides: Sequence[str] = (), config_file: str | None = None
 ) -> TextModel:
-    """The model of a checkpoint, with its weights, under a plan. Collective over the ranks of the plan.
+    """Return the model of a checkpoint, with its weights, under a plan. Collective over the ranks of the plan.
 
     Args:
-        source: as `find_source` gives it.
-        config: as `generation_config` gives it; by default made of the rest, which are its arguments.
+        source: the result of `find_source`.
+        config: the result of `generation_config`; by default it is made from the other arguments.
 
     Raises:
         CheckpointError: on all ranks, when it is damaged or of another model.
-        ValueError: for sizes the plan cannot split.
+        ValueError: the plan cannot split the model's sizes.
     """
     config = config or generation_config(source, overrides, config_file)
     shared_memory.enable(config.comm.shared_memory)
@@ -189,15 +191,15 @@ def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> 
         on_all_ranks(world, lambda: load_matched(reader, match, module, boxes, None))
 
 
-def _shortened(module: nn.Module) -> list[Callable[[Any], Any]] | None:
-    """The links of a chain that is called by ``forward`` as it is, made once instead of in each forward.
+def _chain_of(module: nn.Module) -> list[Callable[[Any], Any]] | None:
+    """Return the links of a model whose ``forward`` only calls them, made once instead of in each forward.
 
-    Parameters and submodules become plain attributes, too, which are found ten times as fast as those of a module: a
-    token of a small model is made of some hundred of them. One that is assigned anew takes the place of both.
+    Parameters and submodules also become plain attributes, which Python finds ten times as fast as those of a module: a
+    token of a small model takes some hundred lookups. A new assignment replaces both.
     """
     if not isinstance(module, Transformer) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    for each in module.modules():
-        vars(each).update(each._parameters)
-        vars(each).update(each._modules)
+    for layer in module.modules():
+        vars(layer).update(layer._parameters)
+        vars(layer).update(layer._modules)
     return list(module.pipeline_blocks())

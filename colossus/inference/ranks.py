@@ -1,4 +1,4 @@
-"""Who holds a model: this process, or processes of it, one for each rank of a plan, that answer to it."""
+"""The ranks of a model for inference: this process, or one process for each rank of a plan."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ T = TypeVar("T")
 def on_ranks(
     config: Config, make: Callable[[], Any], threads: int | None = None
 ) -> Iterator[Callable[[Callable[[Any], T]], T]]:
-    """Inside, ``call(work)`` is ``work(made)`` on each rank, where ``made`` is what ``make()`` gave and has a method
-    ``close``; it answers what the first rank does.
+    """Yield a function ``call(work)``, which calls ``work(made)`` on all ranks and returns rank 0's result.
+
+    ``made`` is the result of ``make()`` on the rank; it has a method ``close``.
 
     Args:
-        threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as `colossus launch` gives.
+        threads: threads of each rank, unless ``OMP_NUM_THREADS`` sets them; by default as in `colossus launch`.
 
     Raises:
-        CheckpointError, FloatingPointError: what all ranks refuse.
-        RanksFailed: for any other error on one of several.
+        CheckpointError, FloatingPointError: an error that all ranks raise.
+        RanksFailed: any other error on one of several ranks.
     """
     threads = threads_of(config, threads)
     if world_size(config.parallel) == 1:
@@ -54,5 +55,5 @@ def on_ranks(
 
 
 def decoding_of(source: WeightSource, config: Config, **options: Any) -> Decoding:
-    """Prompts on their way through the model of a checkpoint; the options are those of `Decoding`."""
+    """Return the decoding of prompts by the model of a checkpoint; the options are those of `Decoding`."""
     return Decoding(load_model(source, config), **options)

@@ -1,4 +1,4 @@
-"""``colossus generate`` and ``colossus evaluate``. No torch until everything that was given is known to be right."""
+"""``colossus generate`` and ``colossus evaluate``. They import torch only after all arguments have been checked."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ if TYPE_CHECKING:
     from colossus.inference.decoding import Decoding
 
 DONE, FAILED, USAGE = 0, 1, 2
-#: a smaller model has one thread in one process: its operations are too short to share out. Not measured on the spot,
-#: since the sums of a product depend on the threads in their last bits, and text must not depend on the load
+#: a smaller model gets one thread in one process: its operations are too short to split. The number is fixed, since the
+#: threads change the last bits of products, and text must not depend on the load of the machine
 _FEW_PARAMETERS = 20_000_000
 
 
 def _exit_code(name: str, work: Callable[[], None]) -> int:
-    """Work of a command of this name, and its exit code. Errors of a user's own code keep their traceback."""
+    """Do the work of a command of this name and return its exit code.
+
+    Errors of a user's own code keep their traceback.
+    """
     try:
         if worker_variables(os.environ) is not None:
             raise ConfigError(f"{name} starts its own processes: run it by itself, without torchrun or srun")
@@ -89,32 +92,34 @@ def generate(
     json: bool = False,
     **sampling: Any,
 ) -> int:
-    """Continue prompts: text to standard output as it comes, facts to standard error; arguments as of the command.
+    """Continue prompts: text goes to standard output as it comes, facts to standard error.
+
+    The arguments are those of the command.
 
     Returns:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
     """
 
     def work() -> None:
-        how = Sampling(**sampling)
+        sampler = Sampling(**sampling)
         if prompts and tokens:
-            raise ConfigError("--prompt and --tokens: give prompts as text, or as numbers")
+            raise ConfigError("--prompt and --tokens: pass prompts as text, or as numbers, not both")
         source = find_source(checkpoint, average)
         config = generation_config(source, overrides, config_file)
-        of_text = None if tokens else tokenizer_of(source, tokenizer)
-        texts = None if of_text is None else _read(prompts)
-        ids = [list(each) for each in tokens] if of_text is None else [of_text.encode(each) for each in texts or ()]
+        encoder = None if tokens else tokenizer_of(source, tokenizer)
+        texts = None if encoder is None else _read(prompts)
+        ids = [list(row) for row in tokens] if encoder is None else [encoder.encode(text) for text in texts or ()]
         vocab_size = getattr(model_options(config), "vocab_size", None)
         if problems := prompt_problems(ids, num_positions(config), vocab_size):
             raise ConfigError(problems)
         check_devices(config, world_size(config.parallel))
         if world_size(config.parallel) > 1:
-            importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+            importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
             check_model(config)
         _say(f"{_title(source)}: {describe(config)}")
-        stop = of_text.stop if of_text is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
-        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how, "stop": stop}
-        options["num_ids"] = of_text.num_ids if of_text is not None else None
+        stop = encoder.stop if encoder is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
+        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": sampler, "stop": stop}
+        options["num_ids"] = encoder.num_ids if encoder is not None else None
         # torch is imported here
         from colossus.inference.ranks import decoding_of, on_ranks
 
@@ -124,44 +129,44 @@ def generate(
             call(bool)  # each rank loads the model before anything is printed
             with contextlib.suppress(AttributeError, ValueError):
                 sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-            said = Texts(texts, ids, of_text, None if json else sys.stdout)
+            results = Texts(texts, ids, encoder, None if json else sys.stdout)
             try:
-                while None in said.ended:
-                    said.add(*call(_step))
-            finally:  # after Ctrl-C or a failure, too: what there is is not lost
-                _conclude(said, json, source, config, how)
+                while None in results.ended:
+                    results.add(*call(_step))
+            finally:  # also after Ctrl-C or a failure, so that the text so far is not lost
+                _conclude(results, json, source, config, sampler)
 
     return _exit_code("generate", work)
 
 
 def _read(prompts: Sequence[str]) -> list[str]:
-    """The prompts, with standard input in the place of ``-``, without the newline at its end that ``echo`` adds."""
+    """Return the prompts, with standard input in place of ``-``, without the final newline that ``echo`` adds."""
     if prompts.count("-") > 1:
-        raise ConfigError("--prompt - is given twice, but there is one standard input")
+        raise ConfigError("--prompt - is there twice, but there is one standard input")
     if (not prompts or "-" in prompts) and sys.stdin.isatty():
-        _say("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
+        _say("the prompt is read from here; Ctrl-D ends it (or pass --prompt TEXT)")
     return [
-        sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n") if each == "-" else each
-        for each in (prompts or ["-"])
+        sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n") if prompt == "-" else prompt
+        for prompt in (prompts or ["-"])
     ]
 
 
 def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
-    """On a rank: the new tokens, by row, and why rows have ended so far."""
+    """Return, on a rank, the new token of each row, and the reasons of the rows that have ended."""
     return decoding.step(), decoding.ended
 
 
-def _conclude(texts: Texts, as_json: bool, source: WeightSource, config: Config, how: Sampling) -> None:
-    """Print what is left of texts, or all of them as JSON, and why some have ended, and the speed."""
+def _conclude(texts: Texts, as_json: bool, source: WeightSource, config: Config, sampling: Sampling) -> None:
+    """Print the rest of the texts, or all of them as JSON, with the rows that ended early and the speed."""
     texts.finish()
     speed = texts.tokens_per_second()
     if as_json:
         about = {"checkpoint": str(source.folder), "step": source.manifest.step, "plan": describe(config)}
-        results = {"seed": how.seed, "tokens_per_second": speed, "results": texts.as_data()}
+        results = {"seed": sampling.seed, "tokens_per_second": speed, "results": texts.as_data()}
         print(json_module.dumps({**about, **results}, indent=2))
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
-            _say(f"prompt {row + 1} stopped: the model has learned no more positions")
+            _say(f"prompt {row + 1} stopped at the last position that the model has learned")
     if speed is not None:
         _say(f"{speed:.1f} tokens/s")
 
@@ -179,7 +184,9 @@ def evaluate(
     nproc: int | None = None,
     json: bool = False,
 ) -> int:
-    """Evaluate a checkpoint's model on its run's validation data, under its plan; arguments as of the command.
+    """Evaluate a checkpoint's model on its run's validation data, under its plan.
+
+    The arguments are those of the command.
 
     Returns:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
@@ -190,7 +197,7 @@ def evaluate(
         config = evaluation_config(source, overrides, config_file, nproc=nproc)
         if split == "train":
             config = training_data(config)
-        importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+        importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
         check_devices(config, world_size(config.parallel))
         check_model(config)
         loaders = check_data(config)
@@ -222,19 +229,19 @@ def evaluate(
 
 
 def _evaluate(source: WeightSource, engine: Any) -> EvalResult:
-    """On a rank: the weights of a source on the validation data, as the engine of its run evaluates them."""
+    """Return, on a rank, the evaluation of a source's weights on the validation data, by the engine of its run."""
     engine.checkpoints.load_weights(source.folder, average=source.average)
-    found: EvalResult = engine.evaluate()
-    return found
+    result: EvalResult = engine.evaluate()
+    return result
 
 
 def _numbers(summary: EvalResult, config: Config, loaders: Loaders | None) -> dict[str, Any]:
-    """Loss, perplexity, metrics, count; perplexity of a loss that is the negative log-likelihood of tokens."""
-    found: dict[str, Any] = {"loss": summary.loss}
+    """Return loss, perplexity, metrics and count; perplexity only if the loss is the mean log-likelihood of tokens."""
+    numbers: dict[str, Any] = {"loss": summary.loss}
     options = model_options(config)
     has_more = getattr(options, "label_smoothing", 0) or getattr(options, "z_loss", 0)
     if hasattr(options, "vocab_size") and not has_more:
-        found["perplexity"] = math.exp(summary.loss) if summary.loss < 700 else math.inf
+        numbers["perplexity"] = math.exp(summary.loss) if summary.loss < 700 else math.inf
         if loaders is not None and loaders.tokenizer is not None and loaders.tokenizer.name == "bytes":
-            found["bits_per_byte"] = summary.loss / math.log(2)
-    return {**found, **summary.metrics, str(getattr(options, "counted", "tokens")): summary.tokens}
+            numbers["bits_per_byte"] = summary.loss / math.log(2)
+    return {**numbers, **summary.metrics, str(getattr(options, "counted", "tokens")): summary.tokens}

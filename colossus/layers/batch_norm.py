@@ -180,7 +180,8 @@ def norm_of_batch(
     group: AxisGroup,
 ) -> Tensor:
     """Return x [samples, C, ..] normalised by the statistics of the samples of all ranks of a group, which enter the
-    running ones, where they are given, with the weight ``momentum``."""
+    running ones, where they are given, with the weight ``momentum``.
+    """
     if group.size == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
     mean, variance, count = _statistics(x, group)
@@ -204,7 +205,8 @@ def _other_dims(x: Tensor) -> tuple[int, ...]:
 @torch.no_grad()
 def _statistics(x: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [C], variance [C] (of the population) and number of values [1] of each channel over all ranks, of which a
-    rank has x [samples, C, ..]; the same to the bit on all of them."""
+    rank has x [samples, C, ..]; the same to the bit on all of them.
+    """
     x, dims = to_wide_dtype(x), _other_dims(x)
     own_mean = x.mean(dims)
     own_square = (x - _channels(own_mean, x.dim())).square_().sum(dims)  # torch.var_mean takes many times as long

@@ -205,7 +205,8 @@ def _is_ours(module: nn.Module) -> bool:
 @contextmanager
 def _kept_as_they_were(module: nn.Module, names: list[str], copies: dict[str, Tensor]) -> Iterator[None]:
     """Around the first pass: ``copies`` gets the buffers of these inner modules from before it, those that it may have
-    changed; recomputations take them, so that they change nothing."""
+    changed; recomputations take them, so that they change nothing.
+    """
     held = {
         f"{name}.{key}" if name else key: x
         for name in names

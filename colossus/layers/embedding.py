@@ -148,7 +148,8 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 class _LookupPlans(NamedTuple):
     """The moves of ids, table and rows, the groups of the last two; and which shard of the vocabulary this rank looks
-    up in."""
+    up in.
+    """
 
     ids: tuple[BoundMove, ...]
     w: MovePlan

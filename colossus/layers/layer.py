@@ -155,7 +155,8 @@ class Layer(NamedModule):
 
     def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
         """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none;
-        refused inside of a column/row pair, where features are split otherwise."""
+        refused inside of a column/row pair, where features are split otherwise.
+        """
         if activation.features not in ((), features):
             raise located_error(
                 f"{self.title}: features are split over {','.join(activation.features)} (local shape "
@@ -165,7 +166,8 @@ class Layer(NamedModule):
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
         """Give an error of the product of a plain local x laid out as ``source`` the name of this layer, or raise
-        ValueError instead of it, when x is what cannot be multiplied."""
+        ValueError instead of it, when x is what cannot be multiplied.
+        """
         found = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
         given = f"given {tuple(x.shape)} on this rank"
         if found != in_features:

@@ -49,7 +49,8 @@ class BatchInfo:
 
 class RotaryTable(NamedTuple):
     """Cosines and sines [tokens, head_dim] at ``positions`` [tokens] (None: at 0, 1, 2, ...), and the ``rows`` of the
-    last ``span``, (start, number)."""
+    last ``span``, (start, number).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -113,7 +114,8 @@ class ModelParallel:
     @property
     def sample_axes(self) -> tuple[str, ...]:
         """The axes that split the samples of a microbatch, outermost first: data, and those of 2D, 2.5D and 3D.
-        Replicas with parameters of their own have samples of their own, too."""
+        Replicas with parameters of their own have samples of their own, too.
+        """
         axes = self.regions.whole.batch
         own = self.context.grid.axes("data") if self.replicas_differ else ()
         return tuple(axis for axis in axes if axis not in own)

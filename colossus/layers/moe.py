@@ -189,7 +189,7 @@ class Experts(Layer):
         return self.context.group(self.context.grid.expert_axes)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [rows, hidden], by expert: ``counts`` [experts] of each. Output as x, a partial sum over `split_axes`."""
+        """X [rows, hidden], by expert: ``counts`` [experts] of each. Output as x, a partial sum over `split_axes`."""
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             sizes = group_sizes(counts, x, self.gate)
             gate, up = grouped_product(x, self.gate, sizes), grouped_product(x, self.up, sizes)

@@ -146,7 +146,8 @@ def _wide_product(x: Tensor, weight: nn.Parameter) -> Tensor:
 
 class _AddGradient(torch.autograd.Function):
     """x, as it is; whenever its gradient is computed, a loss that is a sum over tokens gets that of a token's loss, 1
-    (times ``scale``)."""
+    (times ``scale``).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:

@@ -28,9 +28,8 @@ class Decoder(Transformer[DecoderOptions]):
 
     Shape:
         ids [batch, tokens] in the whole layout, or dict(ids=..., documents=...) with the number of the document of each
-        token, [batch, tokens]: a token looks at its own document only.
-        Logits [batch, tokens, vocab_size], under tensor parallelism sharded as its mode does
-        (``colossus.layers.to_whole`` makes them whole).
+        token, [batch, tokens]: a token attends only to its own document. Logits [batch, tokens, vocab_size], under
+        tensor parallelism sharded by its mode (``colossus.layers.to_whole`` makes them whole).
     """
 
     options_class: ClassVar[type[DecoderOptions]]
@@ -85,14 +84,14 @@ class Decoder(Transformer[DecoderOptions]):
         return call(block, hidden[0], self.parallel, documents=hidden[1]), hidden[1]
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
+        """Return (sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
         o = self.options
         return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)
 
 
 @MODELS.register("GPT")
 class GPT(Decoder):
-    """Decoder-only language model, by default that of GPT-2; options as in `GPTOptions`, shapes as of `Decoder`."""
+    """Decoder-only language model, by default that of GPT-2. `GPTOptions` has its options, `Decoder` its shapes."""
 
     options_class = GPTOptions
 
@@ -101,7 +100,7 @@ class GPT(Decoder):
 class Llama(Decoder):
     """Llama 2 (2307.09288) and 3 (2407.21783): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-    Options as in `LlamaOptions`, shapes as of `Decoder`. Other initial values than GPT-2's were not published.
+    `LlamaOptions` has its options, `Decoder` its shapes. Initial values are GPT-2's, since no others were published.
     """
 
     options_class = LlamaOptions

@@ -1,4 +1,4 @@
-"""Sizes and choices of the models that come with colossus, and whether they fit a plan. No torch."""
+"""Sizes and choices of the models that come with colossus, and the check that they fit a plan. No torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _known(registry: Registry, name: str) -> str:
+def _registered(registry: Registry, name: str) -> str:
     if name not in registry:
         raise ValueError(registry.missing(name))
     return name
 
 
 def shardings_of(tensor: Any) -> Shardings | None:
-    """The shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
+    """Return the shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
     mode = TENSOR_MODES.get(tensor.mode)
     try:
         sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
@@ -38,11 +38,11 @@ def shardings_of(tensor: Any) -> Shardings | None:
 
 
 class TransformerOptions(BaseModel):
-    """What every transformer of colossus can be told, and whether it fits a plan.
+    """The options of every transformer of colossus, and the check that they fit a plan.
 
     Attributes:
-        token_key: the option that must divide where tensor ranks split tokens; None of a model that pads them.
-        counted: what the loss counts, in words: speeds are in these per second.
+        token_key: the option that must divide where tensor ranks split tokens; None for a model that pads them.
+        counted: the unit that the loss counts, in words: speeds are in these per second.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -60,22 +60,22 @@ class TransformerOptions(BaseModel):
     #: features of a head; default ``hidden_size / num_heads``
     head_dim: Count = Field(default_factory=lambda values: max(1, values["hidden_size"] // values["num_heads"]))
     #: gelu, gelu_tanh or swiglu
-    mlp: Annotated[str, AfterValidator(partial(_known, MLPS))] = "gelu"
-    #: features inside of the MLP; by default 4 x hidden_size, of swiglu about 8/3 x
+    mlp: Annotated[str, AfterValidator(partial(_registered, MLPS))] = "gelu"
+    #: features inside the MLP; by default 4 x hidden_size, for swiglu about 8/3 x
     ffn_hidden_size: Count = Field(
         default_factory=lambda values: default_ffn_size(values["mlp"], values["hidden_size"])
     )
     #: layernorm or rmsnorm
-    norm: Annotated[str, AfterValidator(partial(_known, NORMS))] = "layernorm"
-    #: of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
+    norm: Annotated[str, AfterValidator(partial(_registered, NORMS))] = "layernorm"
+    #: epsilon of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
     norm_eps: Annotated[float, Field(gt=0)] = Field(default_factory=lambda values: default_norm_eps(values["norm"]))
-    #: after the embedding, attention and MLP
+    #: dropout after the embedding, attention and MLP
     dropout: Probability = 0.0
-    #: of attention weights
+    #: dropout of attention weights
     attention_dropout: Probability = 0.0
-    #: whether linears and layernorms have biases
+    #: biases in linears and layernorms
     bias: bool = True
-    #: of every block; see train.activation_checkpoint
+    #: activation checkpointing of every block; see train.activation_checkpoint
     activation_checkpoint: Literal["none", "full", "selective"] = "none"
 
     @model_validator(mode="before")
@@ -88,28 +88,28 @@ class TransformerOptions(BaseModel):
 
     @property
     def is_rotary(self) -> bool:
-        """Whether positions are rotated in attention."""
+        """True if attention rotates queries and keys by their positions."""
         return False
 
     def block_options(self, layer: int) -> dict[str, Any]:
-        """Options of the `TransformerBlock` of a layer, from 0, beside those that all transformers have."""
+        """Return options of the `TransformerBlock` of a layer, from 0, beside those of all transformers."""
         return {}
 
     @property
     def has_mlps(self) -> bool:
-        """Whether any layer has an MLP."""
+        """True if any layer has an MLP."""
         return True
 
     @property
     def num_blocks(self) -> int:
-        """Into how many stages a pipeline can cut the model at most: its layers and its two ends."""
+        """The most stages into which a pipeline can cut the model: its layers and its two ends."""
         return self.num_layers + 2
 
     def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
-        given = self.head_dim if "head_dim" in self.model_fields_set else None
+        """Return the problems of these sizes in any run, and under the ``parallel`` section; one line each."""
+        head_dim = self.head_dim if "head_dim" in self.model_fields_set else None
         problems = head_problems(
-            self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
+            self.hidden_size, self.num_heads, self.num_kv_heads, head_dim, rotary=self.is_rotary, prefix="model."
         )
         return [
             *problems,
@@ -127,17 +127,19 @@ class TransformerOptions(BaseModel):
         ]
 
     def check_sequence(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes under ``parallel.sequence``."""
+        """Return the problems of these sizes under ``parallel.sequence``."""
         if parallel.sequence.size == 1:
             return []
         return [f"parallel.sequence.size = {parallel.sequence.size}: no tokens that could be split enter this model"]
 
     def _check_tensor(self, tensor: Any) -> list[str]:
-        """Sizes that the tensor mode does not divide: of each the one line about the most ranks. Layers check others
-        when the model is built on the meta device before a launch."""
+        """Return one line for each size that the tensor mode does not divide, about the most ranks.
+
+        Layers check other sizes when the model is built on the meta device before a launch.
+        """
         shardings = shardings_of(tensor) if tensor.size > 1 else None
         if shardings is None:
-            return []  # sizes that the mode cannot take are refused with the plan
+            return []  # the check of the plan reports sizes that the mode cannot take
         undivided: dict[str, tuple[int, tuple[str, ...]]] = {}
 
         def check(key: str, axes: tuple[str, ...]) -> None:
@@ -146,7 +148,7 @@ class TransformerOptions(BaseModel):
                 undivided[key] = ways, axes
 
         hidden, wide = "hidden_size", "ffn_hidden_size"
-        divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are split whole: see below
+        divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are checked below
         linears: list[tuple[str, str, str, dict[str, int]]] = [("column", hidden, "", divisible)]
         if self.has_mlps:
             linears.append(("column", hidden, wide, {"": self.ffn_hidden_size}))
@@ -172,27 +174,27 @@ class TransformerOptions(BaseModel):
 
 
 class DecoderOptions(TransformerOptions):
-    """What every language model here can be told."""
+    """The options of every language model of colossus."""
 
     token_key: ClassVar[str | None] = "seq_len"
-    #: tables with a row for each position from the first: a model with fewer takes the first rows of another's
+    #: tables with a row for each position: a model with fewer positions loads the first rows of another's
     positions_by_row: ClassVar[tuple[str, ...]] = ("positions.weight",)
-    #: whether a model gives logits of all words
+    #: the model's logits cover the whole vocabulary
     generates: ClassVar[bool] = True
 
     #: tokens of a sequence
     seq_len: Count = 128
-    #: number of tokens; padded inside of the model when it does not divide by the tensor ranks
+    #: size of the vocabulary; the model pads it when it does not divide by the tensor ranks
     vocab_size: Count = 256
-    #: RMSNorm of every query and key, with a weight [head_dim] each, before positions turn them (Qwen3)
+    #: RMSNorm of every query and key, with a weight [head_dim] each, before their rotation (Qwen3)
     qk_norm: bool = False
     #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
-    #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
+    #: scaling in Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
     rotary_scaling: RotaryScaling | None = None
     #: the head uses the weight of the embedding
     tie_embeddings: bool = True
-    #: the gradient of the embedding is of the rows that a batch touches (`colossus.layers.Embedding`, sparse)
+    #: the gradient of the embedding has only the rows that a batch touches (`colossus.layers.Embedding`, sparse)
     sparse_embeddings: bool = False
     #: part of a label's weight that is spread over all classes
     label_smoothing: Probability = 0.0
@@ -204,13 +206,13 @@ class DecoderOptions(TransformerOptions):
         return rotary | {"qk_norm": self.qk_norm}
 
     def sequence_mode(self, parallel: Any) -> str:
-        """Of ring and Ulysses the one that sends fewer bytes for this attention."""
+        """Return ring or Ulysses, the one that sends fewer bytes for this attention."""
         ways = self._head_ways(parallel)
         heads, kv_heads = max(1, self.num_heads // ways), max(1, self.num_kv_heads // ways)
         return cheaper(self.seq_len, heads, kv_heads, self.head_dim, parallel.sequence.size)
 
     def _head_ways(self, parallel: Any) -> int:
-        """Over how many ranks tensor parallelism splits the heads."""
+        """Return the number of ranks over which tensor parallelism splits the heads."""
         shardings = shardings_of(parallel.tensor) if parallel.tensor.size > 1 else None
         return shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
 
@@ -223,7 +225,7 @@ class DecoderOptions(TransformerOptions):
         try:
             sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
         except ValueError:
-            return []  # the plan itself is refused for it
+            return []  # the check of the plan reports it
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
         step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
@@ -236,7 +238,7 @@ class DecoderOptions(TransformerOptions):
                 problems.append(not_a_multiple(f"model.{key}", getattr(self, key), by, ways))
         if self.attention_dropout:
             problems.append(
-                f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
+                f"model.attention_dropout = {self.attention_dropout}: parallel.sequence supports none; set it to 0"
             )
         return problems
 
@@ -244,7 +246,7 @@ class DecoderOptions(TransformerOptions):
 class GPTOptions(DecoderOptions):
     """Options of the GPT: ``model = dict(type="GPT", num_layers=8, ...)``."""
 
-    #: of tokens
+    #: kind of the positions of tokens
     positions: Literal["learned", "rotary"] = "learned"
 
     @property
@@ -257,11 +259,11 @@ class LlamaOptions(DecoderOptions):
 
     norm: Literal["rmsnorm"] = "rmsnorm"
     mlp: Literal["swiglu"] = "swiglu"
-    #: of all norms
+    #: epsilon of all norms
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     bias: bool = False
     tie_embeddings: bool = False
-    #: experts in the place of MLPs (Mixtral, Qwen3-MoE): dict(num=8, top_k=2)
+    #: experts in place of MLPs (Mixtral, Qwen3-MoE): dict(num=8, top_k=2)
     experts: ExpertsOptions | None = None
 
     @field_validator("experts")
@@ -280,10 +282,10 @@ class LlamaOptions(DecoderOptions):
         return self.experts is None or not all(map(self.experts.is_in, range(self.num_layers)))
 
     def block_options(self, layer: int) -> dict[str, Any]:
-        found = super().block_options(layer)
+        options = super().block_options(layer)
         if self.experts is not None and self.experts.is_in(layer):
-            found["experts"] = self.experts.arguments
-        return found
+            options["experts"] = self.experts.arguments
+        return options
 
     def check(self, parallel: Any) -> list[str]:
         problems, ranks = super().check(parallel), parallel.expert.size

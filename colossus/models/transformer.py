@@ -1,4 +1,4 @@
-"""What the transformers here share: their blocks, and how a module in the place of one of ours is called."""
+"""The common base of the transformers: their blocks, and calls of a user's module in place of one of ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Transformer(nn.Module, Generic[Options]):
     (GPT-2).
     """
 
-    #: it is continued from a cache: nothing but `Attention` mixes tokens, and no other layer counts positions
+    #: a cache can continue the model: only `Attention` mixes tokens, and no other layer counts positions
     key_value_cache = True
     blocks: nn.ModuleList
 
@@ -39,7 +39,7 @@ class Transformer(nn.Module, Generic[Options]):
         self.parallel = model_parallel_of(current_context())
 
     def make_blocks(self, *, causal: bool) -> nn.ModuleList:
-        """The transformer blocks."""
+        """Return the transformer blocks."""
         o = self.options
         return nn.ModuleList(
             TransformerBlock(
@@ -65,7 +65,7 @@ class Transformer(nn.Module, Generic[Options]):
         )
 
     def make_norm(self) -> nn.Module:
-        """The norm behind the blocks."""
+        """Return the norm behind the blocks."""
         o = self.options
         return make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
 
@@ -75,16 +75,16 @@ class Transformer(nn.Module, Generic[Options]):
 
     @abstractmethod
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
-        """The model as a chain: embedding, transformer blocks, head."""
+        """Return the model as a chain: embedding, transformer blocks, head."""
 
     @abstractmethod
     def example_batch(self) -> dict[str, Tensor]:
-        """One sample as a batch of inputs and labels, on the meta device: its operations are those of any."""
+        """Return one sample as a batch of inputs and labels, on the meta device, with the operations of any batch."""
 
     @abstractmethod
     def run_block(self, block: nn.Module, hidden: Any) -> Any:
-        """One block on what the link before it gave."""
+        """Run one block on the output of the link before it."""
 
     def block_calls(self) -> list[PipelineBlock]:
-        """The transformer blocks as links of the chain."""
+        """Return the transformer blocks as links of the chain."""
         return [PipelineBlock(partial(self.run_block, block), block) for block in self.blocks]

@@ -31,14 +31,14 @@ from colossus.sharded_tensor.regions import moved, to_whole
 class ViT(Transformer[ViTOptions]):
     """Vision transformer (2010.11929): patches, a class token, pre-norm blocks, and a classifier of the normed token.
 
-    Options as in `ViTOptions`; with ``norm_eps=1e-12`` it is Hugging Face's ViTForImageClassification.
+    `ViTOptions` has its options; with ``norm_eps=1e-12`` it is Hugging Face's ViTForImageClassification.
 
     Shape:
         images [batch, in_channels, height, width] in the whole layout. Logits [batch, num_classes], under tensor
-        parallelism sharded as its mode does (``colossus.layers.to_whole`` makes them whole).
+        parallelism sharded by its mode (``colossus.layers.to_whole`` makes them whole).
 
-    Where tensor ranks split the tokens between blocks (``parallel.tensor.sequence_sharded``), as many are added behind
-    the image's as make them divide: no token looks at these, nothing is made of them, and they have no gradient.
+    Where tensor ranks split the tokens between blocks (``parallel.tensor.sequence_sharded``), padding tokens behind the
+    image's make their number divide. No token attends to the padding, the output ignores it, and it has no gradient.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -73,13 +73,13 @@ class ViT(Transformer[ViTOptions]):
 
     @property
     def _num_padded(self) -> int:
-        """Tokens between blocks of all ranks that split them, padding included."""
+        """Tokens between blocks on all ranks that split them, padding included."""
         return round_up(self.options.num_tokens, self.parallel.context.size(self.parallel.regions.residual.tokens))
 
     def _embed(self, images: Tensor) -> Tensor:
         if not isinstance(images, Tensor) or not images.is_floating_point():
             what = images.dtype if isinstance(images, Tensor) else type(images).__name__
-            raise located_error(f"ViT: its input is of {what}; it takes images of floating point, pixels / 255 say")
+            raise located_error(f"ViT: its input is {what}; it takes floating-point images, such as pixels / 255")
         for problem in self.options.check_sample(tuple(images.shape[1:]), None):
             raise located_error(f"ViT: an image of its input, {list(images.shape)}, {problem}")
         x = moved(self.patches(images), self._whole_tokens, self.parallel)
@@ -89,17 +89,17 @@ class ViT(Transformer[ViTOptions]):
         return self._split_tokens(call(self.dropout, x, self.parallel))
 
     def _split_tokens(self, x: Tensor) -> Tensor:
-        """From the tokens of an image, on each rank, to the layout between blocks, padded."""
+        """Return the tokens of an image, padded and moved from every rank to the layout between blocks."""
         missing = self._num_padded - x.shape[1]
         padded = F.pad(x, (0, 0, 0, missing)) if missing else x
         return moved(padded, self.parallel.regions.residual, self.parallel)
 
     def _without_padding(self, x: Tensor) -> Tensor:
-        """The inverse of `_split_tokens`."""
+        """Return the inverse of `_split_tokens`."""
         return moved(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """A block's output in the whole layout, without the tokens that were added to those of the image."""
+        """Return a block's output in the whole layout, without the padding tokens."""
         is_padded = x.dim() == 3 and x.shape[1] == self._num_padded
         return x[:, : self.options.num_tokens] if is_padded else x
 
@@ -110,7 +110,7 @@ class ViT(Transformer[ViTOptions]):
         if is_ours(block):
             is_token = torch.arange(num_padded, device=hidden.device) < num_tokens
             return call(block, hidden, self.parallel, mask=is_token.view(1, 1, 1, -1))
-        # a user's own block never sees the padding
+        # a user's own block must not see the padding
         return self._split_tokens(call(block, self._without_padding(hidden), self.parallel))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -125,16 +125,16 @@ class ViT(Transformer[ViTOptions]):
         return logits
 
     def loss(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """(sum, count) over the images of a batch: (images, labels [batch]), or a dict with ``labels``."""
+        """Return (sum, count) over the images of a batch: (images, labels [batch]), or a dict with ``labels``."""
         return cross_entropy(logits, labels_of(batch), label_smoothing=self.options.label_smoothing)
 
     @property
     def eval_metrics(self) -> dict[str, Callable[[Tensor, Any], tuple[Tensor, Tensor]]]:
-        """What an evaluation reports beside the loss: the share of images whose label has the highest logit."""
+        """The metrics of an evaluation beside the loss: the share of images whose label has the highest logit."""
         return {"accuracy": lambda logits, batch: accuracy(logits, labels_of(batch))}
 
 
 def labels_of(batch: Any) -> Tensor:
-    """Of (images, labels), or a dict with ``labels``."""
+    """Return the labels of (images, labels), or of a dict with ``labels``."""
     labels: Tensor = batch["labels"] if isinstance(batch, dict) else batch[1]
     return labels

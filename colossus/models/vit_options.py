@@ -12,7 +12,7 @@ from colossus.models.options import Count, Probability, TransformerOptions
 
 
 def _side(value: Any) -> Any:
-    """A side of a square as (height, width)."""
+    """Return a side of a square as (height, width)."""
     return (value, value) if type(value) is int else tuple(value) if isinstance(value, list) else value
 
 
@@ -25,17 +25,17 @@ class ViTOptions(TransformerOptions):
 
     counted: ClassVar[str] = "images"
 
-    #: of an image, or a side
+    #: height and width of an image, or the side of a square
     image_size: Sides = (224, 224)
-    #: of a patch, or a side
+    #: height and width of a patch, or the side of a square
     patch_size: Sides = (16, 16)
     #: channels of an image
     in_channels: Count = 3
     #: classes of labels
     num_classes: Count = 1000
-    #: what is classified: the class token, or the mean over all patches (2205.01580), then without a class token
+    #: input of the classifier: the class token, or the mean over all patches without a class token (2205.01580)
     pool: Literal["token", "mean"] = "token"
-    #: of all norms; 1e-6 in the code of the paper, 1e-12 in Hugging Face's
+    #: epsilon of all norms; 1e-6 in the code of the paper, 1e-12 in Hugging Face's
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     #: part of a label's weight that is spread over all classes
     label_smoothing: Probability = 0.0
@@ -46,12 +46,12 @@ class ViTOptions(TransformerOptions):
 
     @property
     def num_tokens(self) -> int:
-        """Patches, and the class token."""
+        """The number of patches, with the class token."""
         return self.num_patches + (self.pool == "token")
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """[channels, height, width]"""
+        """The shape of an image: [channels, height, width]."""
         return (self.in_channels, *self.image_size)
 
     def check(self, parallel: Any) -> list[str]:
@@ -63,7 +63,7 @@ class ViTOptions(TransformerOptions):
         return [*problems, *super().check(parallel)]
 
     def check_sample(self, shape: tuple[int, ...], label: int | None) -> list[str]:
-        """What is wrong with a sample of the data: the shape of its image, its label."""
+        """Return the problems of a sample of the data: the shape of its image, its label."""
         problems = []
         if shape != self.image_shape:
             problems.append(

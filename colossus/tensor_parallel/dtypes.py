@@ -24,7 +24,7 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def to_product_dtype(x: Tensor) -> Tensor:
-    """x as a product takes it; its gradient comes back in its own dtype."""
+    """X as a product takes it; its gradient comes back in its own dtype."""
     dtype = product_dtype(x)
     return x if dtype is None else x.to(dtype)
 
@@ -39,7 +39,7 @@ def activation_dtype(weight: Tensor, precision: Precision) -> torch.dtype:
 
 
 def to_wide_dtype(x: Tensor) -> Tensor:
-    """x as a loss or a norm takes it: in float32 where it is of low precision, or `torch.autocast` is enabled."""
+    """X as a loss or a norm takes it: in float32 where it is of low precision, or `torch.autocast` is enabled."""
     return x.float() if x.dtype in LOW or product_dtype(x) is not None else x
 
 

@@ -83,7 +83,7 @@ def matmul_plans(
 
 
 def weight_gradient(plans: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
-    """wgrad before its reduction, [o, i], in the dtype of dy.
+    """Wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
@@ -169,7 +169,7 @@ def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
-    """y = x @ weight.T + bias: local tensors, in the layouts that ``plans`` were made for."""
+    """Y = x @ weight.T + bias: local tensors, in the layouts that ``plans`` were made for."""
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
         return _Matmul.apply(to_product_dtype(x), weight, bias, plans)
 
@@ -179,7 +179,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``: every forward, dgrad and wgrad of a linear layer on one rank. What takes it in another
-    precision belongs here."""
+    precision belongs here.
+    """
     return F.linear(x, w, bias)
 
 
@@ -189,7 +190,7 @@ def wgrad_product(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
-    """dy [.., out] summed over all dims but the last: [out]."""
+    """Dy [.., out] summed over all dims but the last: [out]."""
     return flat(dy).sum(0)
 
 

@@ -1,4 +1,4 @@
-"""What a run computes on one rank: outputs of modules in each forward, parameters, buffers and their gradients."""
+"""The values that one rank computes: outputs of modules in each forward, parameters, buffers and their gradients."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from colossus.sharded_tensor.regions import local, to_whole
 from colossus.state.parameters import buffers_of, parameter_boxes
 
 MODEL = "the model"
-"""Name of the output of the full model."""
+"""The name of the output of the full model."""
 
 
-class Held(NamedTuple):
-    """What this rank holds of a parameter, its gradient or a buffer.
+class Shard(NamedTuple):
+    """This rank's box of a parameter, of its gradient, or of a buffer.
 
     Attributes:
-        name: logical name in the full model.
+        name: the logical name in the full model.
         box: (start, stop) of every dim of the full shape.
-        value: of the size of the box, on the CPU.
-        logical: None of a buffer.
+        value: a tensor of the size of the box, on the CPU.
+        logical: the parameter; None for a buffer.
     """
 
     name: str
@@ -45,39 +45,39 @@ class Held(NamedTuple):
     logical: LogicalParameter | None = None
 
 
-def held_weights(engine: Engine) -> list[Held]:
-    """This rank's boxes of all parameters, and its buffers."""
-    found = list(held_parameters(engine, lambda param: param.data))
+def weight_shards(engine: Engine) -> list[Shard]:
+    """Return this rank's boxes of all parameters, and its buffers."""
+    shards = list(parameter_shards(engine, lambda param: param.data))
     for name, entry in buffers_of(engine.model).items():
         assert isinstance(entry.value, Tensor)
-        found.append(Held(name, tuple((0, size) for size in entry.shape), entry.value.detach().cpu().clone()))
-    return found
+        shards.append(Shard(name, tuple((0, size) for size in entry.shape), entry.value.detach().cpu().clone()))
+    return shards
 
 
-def held_parameters(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Held]:
-    """This rank's boxes of parameters, or of their gradients where there are some."""
-    for each in parameter_boxes(engine.model, engine.context, (), replicas_differ=False):
+def parameter_shards(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Shard]:
+    """Yield this rank's boxes of parameters, or of their gradients where there are some."""
+    for entry in parameter_boxes(engine.model, engine.context, (), replicas_differ=False):
         with as_shards():
-            whole = tensor_of(each.parameter)
-            if whole is None:
+            stored = tensor_of(entry.parameter)
+            if stored is None:
                 continue
-            value = each.logical.local(whole.to_dense() if whole.is_sparse else whole).detach()
-            value = value[tuple(slice(0, stop - start) for start, stop in each.box)]  # without padding
-            held = Held(each.name, each.box, value.cpu().clone(), each.logical)
-        yield held
+            value = entry.logical.local(stored.to_dense() if stored.is_sparse else stored).detach()
+            value = value[tuple(slice(0, stop - start) for start, stop in entry.box)]  # without padding
+            shard = Shard(entry.name, entry.box, value.cpu().clone(), entry.logical)
+        yield shard
 
 
 # -- outputs ----------------------------------------------------------------------------------------------
 
 
 class Output(NamedTuple):
-    """What a call of a module has returned for all samples of this rank in a step.
+    """The output of one call of a module, for all samples of this rank in a step.
 
     Attributes:
-        title: ``block, call 2, output[0]``.
-        stage: the pipeline stage that called it.
-        by_shape: shape of one sample -> `row_fingerprints` of the samples. Where ranks split sequences a dim that may
-            be tokens is taken to be whole as well.
+        title: the call, as ``block, call 2, output[0]``.
+        stage: the pipeline stage that made the call.
+        by_shape: shape of one sample -> `row_fingerprints` of the samples. Where ranks split sequences, a dim that may
+            be tokens also has an entry with the tokens of all ranks.
     """
 
     title: str
@@ -86,12 +86,12 @@ class Output(NamedTuple):
 
 
 class ForwardCapture(StepObserver):
-    """Fingerprints the outputs of every module whose output is in the whole layout, or can be moved to it.
+    """An observer that fingerprints the outputs of all modules whose output is whole, or can be moved to that layout.
 
-    It observes the stages: a pipeline does not call the model itself, so the model's output is what the last stage
-    returns. Modules inside of one of our layers compute on shards, in layouts that only the layer knows, and are
-    skipped. Activation checkpointing runs a module again in backward, where it must call the same collectives: what is
-    seen there is dropped when the next forward begins, like what the loss function calls.
+    It observes the stages: a pipeline does not call the model itself, so the output of the last stage is the model's.
+    Modules inside one of our layers compute on shards, in layouts that only the layer knows, and are skipped.
+    Activation checkpointing runs a module again in backward, where it must call the same collectives. The next forward
+    drops what backward and the loss function recorded.
     """
 
     needs_samples = True
@@ -101,7 +101,7 @@ class ForwardCapture(StepObserver):
         self.classes = {name or MODEL: type(module).__name__ for name, module in _visible_modules(model)}
         self._last, self._stage = engine.pipeline.last_stage, 0
         self._sequence, self._context = model_parallel_of(engine.context).sequence, engine.context
-        #: of a model that adds tokens of its own to make them divide
+        #: the model may add tokens of its own so that their number divides
         self._without_padding: Callable[[Tensor], Tensor] = getattr(model, "without_padding", lambda x: x)
         self._num_samples = self._num_tokens = 0
         self._counts: Counter[str] = Counter()
@@ -123,16 +123,16 @@ class ForwardCapture(StepObserver):
     def after_forward(self, stage: int, microbatch: int, output: Any) -> None:
         if stage == self._last:
             self._record(MODEL, output)
-        for title, held in self._forward.items():
-            self._outputs.setdefault((stage, title), {})[microbatch] = held
+        for title, by_shape in self._forward.items():
+            self._outputs.setdefault((stage, title), {})[microbatch] = by_shape
         self._forward = {}
 
     def take(self) -> tuple[list[str], list[Output]]:
-        """Keys of the samples since the last call, and the outputs that all their microbatches have."""
+        """Return the keys of the samples since the last call, and the outputs that all their microbatches have."""
         order, outputs = sorted(self._samples), []
-        for (stage, title), held in self._outputs.items():
-            shapes = [shape for shape in held[min(held)] if all(shape in held.get(each, ()) for each in order)]
-            by_shape = {shape: torch.cat([held[each][shape] for each in order]) for shape in shapes}
+        for (stage, title), parts in self._outputs.items():
+            shapes = [shape for shape in parts[min(parts)] if all(shape in parts.get(number, ()) for number in order)]
+            by_shape = {shape: torch.cat([parts[number][shape] for number in order]) for shape in shapes}
             outputs.append(Output(title, stage, by_shape))
         samples = [key for microbatch in order for key in self._samples[microbatch]]
         self._outputs, self._samples = {}, {}
@@ -149,7 +149,7 @@ class ForwardCapture(StepObserver):
                 self._forward[title] = {tuple(x.shape[1:]): row_fingerprints(x) for x in self._candidates(value)}
 
     def _candidates(self, x: Tensor) -> Iterator[Tensor]:
-        """An output as it is, and with the tokens of all ranks in each dim that may be this rank's. Collective."""
+        """Yield an output, and its all-gather along each dim that may be this rank's tokens. Collective."""
         yield x
         if self._sequence is None:
             return
@@ -162,7 +162,7 @@ class ForwardCapture(StepObserver):
 
 
 def _visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, without those inside of our layers."""
+    """Yield all modules by name, except those inside our layers."""
     inside: str | None = None
     for name, module in model.named_modules():  # children follow their parent
         if inside is None or not name.startswith(inside):
@@ -171,10 +171,10 @@ def _visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def row_fingerprints(x: Tensor) -> Tensor:
-    """For each row of dim 0 its norm and its projection on a fixed pattern, [rows, 2] float64.
+    """Return the norm of each row of dim 0 and its projection on a fixed pattern, [rows, 2] float64.
 
-    A change of any element changes the projection by as much as it changes the norm of the row, but for directions
-    that are orthogonal to the pattern, which no mistake is by chance.
+    A change of any element changes the projection by as much as it changes the norm of the row. Only directions that
+    are orthogonal to the pattern escape, which no mistake hits by chance.
     """
     x = torch.view_as_real(x) if x.is_complex() else x
     flat = x.double().reshape(len(x), -1) if x.numel() else x.new_zeros((len(x), 1), dtype=torch.float64)
@@ -183,7 +183,10 @@ def row_fingerprints(x: Tensor) -> Tensor:
 
 
 def sample_keys(batch: Any) -> list[str]:
-    """A hash for each sample of a batch: equal keys mean equal bits, wherever the sample stands in which batch."""
+    """Return a hash for each sample of a batch.
+
+    Equal keys mean equal bits, in whichever batch and row the sample is.
+    """
     leaves = [leaf for _, leaf in tensors(batch) if leaf.dim()]
     leaves = [leaf.detach().cpu().contiguous() for leaf in leaves if len(leaf) == len(leaves[0])]
     samples = zip(*leaves, strict=True)
@@ -195,13 +198,15 @@ def sample_keys(batch: Any) -> list[str]:
 
 # -- dropout ----------------------------------------------------------------------------------------------
 
-#: functions of torch.nn.functional that draw masks: the argument that is the rate, and its position
+#: functions of torch.nn.functional that draw masks -> the name and position of the argument with the rate
 _DRAWING = {"dropout": ("p", 1), "scaled_dot_product_attention": ("dropout_p", 4)}
 
 
 def disable_torch_dropout(model: nn.Module) -> None:
-    """Turn off the dropout of torch's modules, ``F.dropout`` and ``F.scaled_dot_product_attention`` in this process
-    from here on: its masks follow from a generator, and so from the plan, as those of `colossus.layers.Dropout` do not.
+    """Turn off torch's own dropout in this process: its modules and its functions.
+
+    The masks of torch's modules, ``F.dropout`` and ``F.scaled_dot_product_attention`` come from a generator and so
+    depend on the plan; those of `colossus.layers.Dropout` do not.
     """
     for module in model.modules():
         key = "p" if isinstance(module, _DropoutNd) else "dropout"

@@ -1,4 +1,4 @@
-"""The hooks of the two runs: in one process what each step computes is written, under the plan it is compared with."""
+"""The hooks of the two runs: one process writes the values of each step, the run under the plan compares its own."""
 
 from __future__ import annotations
 
@@ -19,62 +19,70 @@ from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import LogicalParameter, logical_parameters
 from colossus.schedule.executor import StepObserver
-from colossus.verify.capture import ForwardCapture, Held, Output, disable_torch_dropout, held_parameters, held_weights
+from colossus.verify.capture import (
+    ForwardCapture,
+    Output,
+    Shard,
+    disable_torch_dropout,
+    parameter_shards,
+    weight_shards,
+)
 from colossus.verify.verify_report import Finding
 
 FLOOR = 1e-3
-"""What is small against all of its kind is compared on the scale of this fraction of their common norm."""
+"""The smallest scale of a difference, as a fraction of the common norm of all tensors of the kind."""
 
 SMALL, NOISE = 1e-6, 1e-9
-"""An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
-gradients, may be rounding for the most part."""
+"""The bounds of rounding: `SMALL` is a fraction of the root mean square of a parameter's gradient, `NOISE` of that of
+all gradients. An element below either may consist mostly of rounding errors."""
 
 
 class Recorder(Hook, StepObserver):
-    """Turns torch's own dropout off, and sees every step of a run.
+    """A hook that turns torch's own dropout off and sees the values of every step of a run.
 
-    Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
-    function of the global norm, so that one wrong gradient would otherwise change all of them.
+    It takes the gradients before the optimizer sees them, and divides them by the factor of clipping. That factor
+    follows from the global norm, so that one wrong gradient would otherwise change all of them.
     """
 
     def on_train_start(self, engine: Engine) -> None:
         disable_torch_dropout(engine.model)
         self._engine, self.capture = engine, ForwardCapture(engine)
         engine.observers += [self.capture, self]
-        torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
-        self.start(engine, held_weights(engine))
+        torch.set_default_dtype(torch.float64)  # tensors that a forward makes without naming a dtype
+        self.start(engine, weight_shards(engine))
 
     def before_update(self) -> None:
-        self._gradients = list(held_parameters(self._engine, lambda param: param.grad))
+        self._gradients = list(parameter_shards(self._engine, lambda param: param.grad))
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         limit = engine.config.train.clip_grad_norm
         factor = 1.0 if limit is None else min(1.0, limit / (result.grad_norm + 1e-6))
-        gradients = [each._replace(value=each.value / factor) for each in self._gradients]
+        gradients = [shard._replace(value=shard.value / factor) for shard in self._gradients]
         numbers = {"count": result.count, "loss": result.loss, "norm": result.grad_norm}
-        self.step(engine, result.step, numbers, gradients, held_weights(engine))
+        self.step(engine, result.step, numbers, gradients, weight_shards(engine))
 
-    def start(self, engine: Engine, weights: list[Held]) -> None:
-        """What the run starts from."""
+    def start(self, engine: Engine, weights: list[Shard]) -> None:
+        """Handle the weights with which the run starts."""
         raise NotImplementedError
 
     def step(
-        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Shard], weights: list[Shard]
     ) -> None:
-        """What a step has computed, besides what ``capture`` has seen."""
+        """Handle the values of a step, besides those of ``capture``."""
         raise NotImplementedError
 
 
 class Reference(Recorder):
-    """In one process: writes ``step-N.pt``, where step 0 is what the run starts from, and ``samples.json``.
+    """The recorder of the run in one process.
 
-    The batch of a step is one microbatch, unless layers mix its samples (batch norm): then it is cut as under the plan.
+    It writes ``step-N.pt``, where step 0 has the initial weights, and ``reference.json``. The batch of a step is one
+    microbatch, unless layers mix its samples (batch norm): then it is cut as under the plan.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
 
-    def start(self, engine: Engine, weights: list[Held]) -> None:
+    def start(self, engine: Engine, weights: list[Shard]) -> None:
         if not model_parallel_of(engine.context).interleaves_microbatches:
             engine.pipeline.set_microbatches(1)
         for logical in logical_parameters(engine.model):
@@ -82,24 +90,24 @@ class Reference(Recorder):
                 logical.parameter.register_post_accumulate_grad_hook(
                     lambda done, name=logical.name: self._order.setdefault(name)
                 )
-        self._names = [each.name for each in weights]
-        self._write(0, weights={each.name: each.value for each in weights})
+        self._names = [shard.name for shard in weights]
+        self._write(0, weights={shard.name: shard.value for shard in weights})
 
     def step(
-        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Shard], weights: list[Shard]
     ) -> None:
         self._samples[step], outputs = self.capture.take()
-        by_name = {each.name: each.value for each in gradients}
+        by_name = {shard.name: shard.value for shard in gradients}
         order = [name for name in dict.fromkeys([*self._order, *by_name]) if name in by_name]
         self._order = {}
         self._write(
             step,
             samples=self._samples[step],
-            outputs={each.title: next(iter(each.by_shape.items())) for each in outputs if each.by_shape},
+            outputs={output.title: next(iter(output.by_shape.items())) for output in outputs if output.by_shape},
             numbers=numbers,
             # in the order of backward: a wrong gradient of an activation spoils those that are computed after it
             gradients={name: by_name[name] for name in order},
-            weights={each.name: each.value for each in weights},
+            weights={shard.name: shard.value for shard in weights},
         )
 
     def on_train_end(self, engine: Engine) -> None:
@@ -110,11 +118,11 @@ class Reference(Recorder):
 
 
 class Comparison(Recorder):
-    """Under the plan: compares what this rank has with what one process has written, and writes ``rank-N.json``.
+    """The recorder of the run under the plan. It compares this rank's values with the reference, into ``rank-N.json``.
 
     Args:
-        folder: where the run in one process has written.
-        tolerance: a difference beyond it is described.
+        folder: the folder with the files of the run in one process.
+        tolerance: the largest relative difference that is not described.
     """
 
     def __init__(self, folder: str, tolerance: float) -> None:
@@ -124,21 +132,21 @@ class Comparison(Recorder):
         self._masks: dict[tuple[str, Any], Tensor] = {}
         self._num_left_out = 0
 
-    def start(self, engine: Engine, weights: list[Held]) -> None:
+    def start(self, engine: Engine, weights: list[Shard]) -> None:
         self._compare("start", 0, weights, self._read(0)["weights"])
 
     def step(
-        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Shard], weights: list[Shard]
     ) -> None:
         expected = self._read(step)
         self._samples[step], outputs = self.capture.take()
         self._compare_outputs(step, outputs, expected)
         for kind, number in numbers.items():
-            mine, other = (torch.tensor(float(each)) for each in (number, expected["numbers"][kind]))
+            mine, other = (torch.tensor(float(value)) for value in (number, expected["numbers"][kind]))
             self._add(difference_of(mine, other, 0.0, Finding(kind, step)))
-        known = {each.name for each in gradients}
-        none = [each for each in weights if each.logical and each.name in expected["gradients"].keys() - known]
-        gradients += [each._replace(value=torch.zeros_like(each.value)) for each in none]
+        missing = expected["gradients"].keys() - {shard.name for shard in gradients}
+        without = [shard for shard in weights if shard.logical and shard.name in missing]
+        gradients += [shard._replace(value=torch.zeros_like(shard.value)) for shard in without]
         self._compare("gradient", step, gradients, expected["gradients"])
         self._exclude_noise(gradients, expected["gradients"])
         self._compare("weight", step, weights, expected["weights"])
@@ -149,7 +157,7 @@ class Comparison(Recorder):
             "batch_shard": context.index(model_parallel_of(context).regions.whole.batch),
             "samples": self._samples,
             "left_out": self._num_left_out,
-            "findings": [asdict(each) for each in self._findings],
+            "findings": [asdict(finding) for finding in self._findings],
         }
         (self._folder / f"rank-{context.rank}.json").write_text(json.dumps(out))
 
@@ -162,36 +170,36 @@ class Comparison(Recorder):
 
     # -- parameters, buffers, gradients ---------------------------------------------------------------------
 
-    def _compare(self, kind: str, step: int, held: list[Held], expected: dict[str, Tensor]) -> None:
-        """Each box with the same box of one process."""
+    def _compare(self, kind: str, step: int, shards: list[Shard], expected: dict[str, Tensor]) -> None:
+        """Compare each box with the same box of the run in one process."""
         scale = FLOOR * norm_of(value for value in expected.values() if value.is_floating_point())
         place = {name: number for number, name in enumerate(expected)}
-        for each in held:
-            other = expected.get(each.name)
-            shape = each.logical.shape if each.logical else tuple(each.value.shape)
-            at = Finding(kind, step, each.name, place.get(each.name, len(place)))
+        for shard in shards:
+            other = expected.get(shard.name)
+            shape = shard.logical.shape if shard.logical else tuple(shard.value.shape)
+            at = Finding(kind, step, shard.name, place.get(shard.name, len(place)))
             if other is None and kind == "gradient":
-                other = torch.zeros(shape, dtype=each.value.dtype)
+                other = torch.zeros(shape, dtype=shard.value.dtype)
             if other is None:
                 message = "the model has it under the plan, but not in one process: its constructor depends on the plan"
             elif tuple(other.shape) != tuple(shape):
                 message = (
-                    f"its full shape is {list(shape)} under the plan and {list(other.shape)} in one process: give "
-                    f"layers full sizes, they take their shard themselves"
+                    f"its full shape is {list(shape)} under the plan and {list(other.shape)} in one process: pass "
+                    f"full sizes to layers, they take their shard themselves"
                 )
             else:
-                self._compare_box(each, other, max(norm_of([other]), scale), at)
+                self._compare_box(shard, other, max(norm_of([other]), scale), at)
                 continue
             self._add(replace(at, relative=math.inf, details=[message]))
 
-    def _compare_box(self, held: Held, whole: Tensor, scale: float, at: Finding) -> None:
-        other = whole[tuple(slice(*span) for span in held.box)]
-        mask = self._masks.get((held.name, held.box)) if at.kind == "weight" else None
-        found = difference_of(held.value, other, scale, at, mask)
-        if not found.relative <= self._tolerance:
-            index = [number + start for number, (start, _) in zip(found.index, held.box, strict=True)]
-            found = replace(found, index=index, details=self._details(at.kind, held.logical))
-        self._add(found)
+    def _compare_box(self, shard: Shard, whole: Tensor, scale: float, at: Finding) -> None:
+        other = whole[tuple(slice(*span) for span in shard.box)]
+        mask = self._masks.get((shard.name, shard.box)) if at.kind == "weight" else None
+        finding = difference_of(shard.value, other, scale, at, mask)
+        if not finding.relative <= self._tolerance:
+            index = [number + start for number, (start, _) in zip(finding.index, shard.box, strict=True)]
+            finding = replace(finding, index=index, details=self._details(at.kind, shard.logical))
+        self._add(finding)
 
     def _details(self, kind: str, logical: LogicalParameter | None) -> list[str]:
         if logical is None:
@@ -203,49 +211,49 @@ class Comparison(Recorder):
             lines.append(f"its gradient is summed over {axes}" if axes else "its gradient needs no sum over ranks")
         return lines
 
-    def _exclude_noise(self, gradients: list[Held], expected: dict[str, Tensor]) -> None:
-        """Leave weights out of the comparison from here on whose gradient was noise, unless exactly zero in both runs.
+    def _exclude_noise(self, gradients: list[Shard], expected: dict[str, Tensor]) -> None:
+        """Exclude weights from later comparisons whose gradient was noise, unless it was exactly zero in both runs.
 
         The optimizer of the config takes the steps, since it must not depend on the plan either. Where a true gradient
-        is zero (a key bias of attention: softmax ignores it) both runs hold rounding noise, which Adam and the like
+        is zero (a key bias of attention: softmax ignores it), both runs compute rounding noise, which Adam and the like
         turn into larger steps. Losses and later gradients stay comparable: the loss does not depend on such a weight.
         """
         count = sum(grad.numel() for grad in expected.values())
-        of_all = NOISE * norm_of(expected.values()) / math.sqrt(max(count, 1))
-        for each in gradients:
-            whole = expected.get(each.name)
-            if whole is None or tuple(whole.shape) != tuple(each.logical.shape if each.logical else ()):
+        common_limit = NOISE * norm_of(expected.values()) / math.sqrt(max(count, 1))
+        for shard in gradients:
+            whole = expected.get(shard.name)
+            if whole is None or tuple(whole.shape) != tuple(shard.logical.shape if shard.logical else ()):
                 continue
-            limit = max(SMALL * norm_of([whole]) / math.sqrt(max(whole.numel(), 1)), of_all)
-            other, key = whole[tuple(slice(*span) for span in each.box)], (each.name, each.box)
-            clear = (other.abs() >= limit) | ((other == 0) & (each.value == 0))
+            limit = max(SMALL * norm_of([whole]) / math.sqrt(max(whole.numel(), 1)), common_limit)
+            other, key = whole[tuple(slice(*span) for span in shard.box)], (shard.name, shard.box)
+            clear = (other.abs() >= limit) | ((other == 0) & (shard.value == 0))
             self._masks[key] = self._masks[key] & clear if key in self._masks else clear
         self._num_left_out = sum(int((~mask).sum()) for mask in self._masks.values())
 
     # -- outputs --------------------------------------------------------------------------------------------
 
     def _compare_outputs(self, step: int, outputs: Iterable[Output], expected: dict[str, Any]) -> None:
-        """Each module's output, sample by sample."""
+        """Compare each module's output, sample by sample."""
         row_of = {key: row for row, key in enumerate(expected["samples"])}
         rows = [row_of.get(key, -1) for key in self._samples[step]]
         if -1 in rows:
-            return  # other data
+            return  # the data differs, which `verify_report` reports
         place = {title: number for number, title in enumerate(expected["outputs"])}
-        for each in outputs:
-            if each.title in place:
-                shape, reference = expected["outputs"][each.title]
-                at = Finding("output", step, each.title, place[each.title], stage=each.stage)
-                if shape in each.by_shape:
-                    found = difference_of_rows(each.by_shape[shape], reference[rows], self._tolerance, at)
-                    found = replace(found, sample=rows[found.sample or 0])
+        for output in outputs:
+            if output.title in place:
+                shape, reference = expected["outputs"][output.title]
+                at = Finding("output", step, output.title, place[output.title], stage=output.stage)
+                if shape in output.by_shape:
+                    finding = difference_of_rows(output.by_shape[shape], reference[rows], self._tolerance, at)
+                    finding = replace(finding, sample=rows[finding.sample or 0])
                 else:
-                    mine = " or ".join(str(list(own)) for own in each.by_shape)
+                    mine = " or ".join(str(list(own)) for own in output.by_shape)
                     message = f"shape {mine or 'varying'} for each sample, in one process {list(shape)}"
-                    found = replace(at, relative=math.inf, details=[message])
-                if not found.relative <= self._tolerance:
-                    name = self.capture.classes[each.title.partition(",")[0]]
-                    found = replace(found, details=[f"class {name}", *found.details])
-                self._add(found)
+                    finding = replace(at, relative=math.inf, details=[message])
+                if not finding.relative <= self._tolerance:
+                    name = self.capture.classes[output.title.partition(",")[0]]
+                    finding = replace(finding, details=[f"class {name}", *finding.details])
+                self._add(finding)
 
 
 # -- how far tensors of the two runs are apart ------------------------------------------------------------
@@ -257,8 +265,8 @@ def difference_of(
     """Compare tensors of one shape in float64, on the scale max(norm of ``reference``, ``scale``).
 
     Args:
-        at: what is compared.
-        comparable: mask of the elements that count, of the same shape; by default all do.
+        at: the place of the comparison.
+        comparable: mask of the elements that count, of the same shape; None: all do.
     """
     plan, reference = plan.double(), reference.double()
     difference = (plan - reference).abs()
@@ -282,9 +290,10 @@ def difference_of(
 
 
 def difference_of_rows(plan: Tensor, reference: Tensor, tolerance: float, at: Finding) -> Finding:
-    """Compare two `row_fingerprints`: the first row beyond the tolerance, else the one that is farthest off.
+    """Compare two `row_fingerprints`.
 
-    A row is compared on the scale of its own norm, but at least of `FLOOR` times the largest row's.
+    Return the first row beyond the tolerance, else the one with the largest difference. The scale of a row is its own
+    norm, but at least `FLOOR` times the largest row's.
     """
     difference = (plan - reference).abs().nan_to_num(nan=math.inf).amax(1)
     norms = reference[:, 0]
@@ -302,5 +311,5 @@ def difference_of_rows(plan: Tensor, reference: Tensor, tolerance: float, at: Fi
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Common norm of the finite elements."""
-    return math.sqrt(sum(each.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for each in tensors))
+    """Return the common norm of the finite elements."""
+    return math.sqrt(sum(tensor.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for tensor in tensors))

@@ -25,9 +25,9 @@ AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
 def run(config_path: str, overrides: list[str], *, nproc: int | None = None, steps: int, tolerance: float) -> int:
     """Train the config's model for a few steps in one process and under its plan, and compare.
 
-    The model's parameters, their gradients at every step and the outputs of its modules are compared. The steps are
-    taken by the optimizer of the config, with its learning rates. Model, gradients and optimizer state must fit into
-    one process in float64.
+    The comparison covers the model's parameters, their gradients at every step and the outputs of its modules. The
+    config's optimizer takes the steps, with its learning rates. Model, gradients and optimizer state must fit into one
+    process in float64.
 
     Args:
         nproc: processes of the plan; by default the product of its sizes.
@@ -53,7 +53,7 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
             )
             code = _launch(config, file, is_reference)
             if code:
-                keep = code == FAILED  # what was printed names the failure records
+                keep = code == FAILED  # the printed message names the failure records
                 return code
         grid = build_grid(config.parallel)
         verdict = verify_report.read(folder, grid.world_size, steps, tolerance)
@@ -69,13 +69,13 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
 def _check_config(config: Config) -> None:
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:
-            raise ConfigError(f"{key}: verify runs what the file says, and it has none: give it {what}", config.source)
+            raise ConfigError(f"{key}: the file sets none, and verify needs one: set {what}", config.source)
     check_devices(config, world_size(config.parallel))
     check_model(config)
 
 
 def _launch(config: Config, file: Path, is_reference: bool) -> int:
-    """One of the two runs; its ranks' output goes to a file."""
+    """Launch one of the two runs, with its ranks' output in a file, and return the exit code."""
     processes = 1 if is_reference else world_size(config.parallel)
     what = "one process" if is_reference else describe_plan(config)
     number = f"{processes} process{'' if processes == 1 else 'es'}"
@@ -98,11 +98,11 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
 def write_config(
     folder: Path, path: str, overrides: Sequence[str], nproc: int | None, steps: int, *, tolerance: float | None
 ) -> Path:
-    """Write a config file that loads the user's and changes what `sections` changes. Returns its path.
+    """Write a config file that loads the user's and applies the changes of `sections`. Return its path.
 
     Args:
-        folder: of the comparison.
-        tolerance: of the comparison; None for the run in one process.
+        folder: the folder of the comparison.
+        tolerance: the tolerance of the comparison; None for the run in one process.
     """
     file = folder / f"{'reference' if tolerance is None else 'plan'}.py"
     arguments = (str(Path(path).resolve()), list(overrides), nproc, steps, str(folder), tolerance)
@@ -116,11 +116,12 @@ def write_config(
 def sections(
     path: str, overrides: list[str], nproc: int | None, steps: int, folder: str, tolerance: float | None
 ) -> dict[str, Any]:
-    """The sections of the user's config for one of the two runs.
+    """Return the sections of the user's config for one of the two runs.
 
-    Both are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are those
-    of the user's schedule. In one process the modules of a model that is parallelized as it is, with hooks and
-    attributes of their parameters, are torch's own, so that what their conversion loses is a difference.
+    Both runs are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are
+    those of the user's schedule. In one process the modules of a model that is parallelized as it is are torch's own,
+    with their hooks and the attributes of their parameters, so that anything that the conversion loses shows as a
+    difference.
 
     Raises:
         ConfigError: as ``load_config``.
@@ -132,7 +133,7 @@ def sections(
         out["parallel"], out["schedule"] = {"data": 1}, {"microbatches": config.schedule.microbatches}
         if config.model is not None and model_options(config) is None:
             out["model"] = {"type": make_reference, "spec": config.model.spec()}
-    else:  # what is not a number is compared, too
+    else:  # values that are not finite are compared, too
         train |= {"on_nonfinite": "skip", "max_skips": steps}
     out["train"] = config.train.model_copy(update=train)
     out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance}]

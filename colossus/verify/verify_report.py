@@ -1,4 +1,4 @@
-"""The findings of all ranks in the order in which one thing follows from another, as text. No torch."""
+"""The report of a comparison: the findings of all ranks in the order of cause and effect, as text. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from colossus.context.grid import RankGrid
 
 
 class Kind(NamedTuple):
-    """What is compared: its name in the table, in a title, and what to look for where it is the first that differs."""
+    """A kind of compared values: its name in the table, in a title, and a hint for the kind that differs first."""
 
     plural: str
     title: str
     hint: str
 
 
-#: in the order in which one follows from the other
+#: in the order of a step: a difference of one kind causes those of later kinds
 KINDS = {
     "start": Kind(
         "initial values",
@@ -33,27 +33,27 @@ KINDS = {
     "data": Kind(
         "samples",
         "the samples",
-        "nothing of the model was compared: the data itself depends on the number of processes, or on chance",
+        "the model was not compared: the data itself depends on the number of processes, or on chance",
     ),
     "output": Kind(
         "outputs of modules",
         "the output of {}",
-        "so it is the forward of this module, or what its caller does before it, that depends on the plan",
+        "so the forward of this module, or its caller's code before it, depends on the plan",
     ),
     "count": Kind(
         "numbers of valid samples",
         "the number of valid samples of the global batch",
-        "the loss function returns (sum, count): count is the number of valid samples of what it was given",
+        "the loss function returns (sum, count): count is the number of valid samples among its arguments",
     ),
     "loss": Kind(
         "losses",
         "the loss",
-        "the outputs agree: the loss is a sum over the samples it was given, so no mean and no term per call",
+        "the outputs agree: the loss must be a sum over the samples of the call, so no mean and no term per call",
     ),
     "gradient": Kind(
         "gradients",
         "the gradient of {}",
-        "the outputs and the loss agree, so it is the backward, where this is the first that differs",
+        "the outputs and the loss agree, so the backward is wrong, and this gradient is the first that differs",
     ),
     "norm": Kind(
         "gradient norms",
@@ -70,17 +70,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared on one rank.
+    """The comparison of one value on one rank.
 
     Attributes:
-        kind: of `KINDS`.
-        step: 0 before the first.
-        place: in the order of its kind: a forward's, or of gradients a backward's.
+        kind: a key of `KINDS`.
+        step: the step; 0 before the first.
+        place: the place in the order of its kind: that of the forward, for gradients that of the backward.
         relative: norm of the difference over the scale; infinite where the two cannot be compared.
-        absolute: the largest difference of an element, where that is, and the values there; of an output the norms of
-            the sample.
-        stage: of an output, the pipeline stage that computed it.
-        details: lines that describe it.
+        absolute: the largest difference of an element. ``index`` is its place, ``plan`` and ``reference`` the values
+            there; for an output, the norms of the sample.
+        stage: the pipeline stage that computed an output.
+        details: lines that describe the value.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Finding:
 
 @dataclass
 class Agreement:
-    """What was compared of one kind: how many, and the largest relative difference with its place."""
+    """The number of compared values of one kind, and their largest relative difference with its place."""
 
     names: set[tuple[int, str]] = field(default_factory=set)
     largest: float = 0.0
@@ -115,12 +115,12 @@ class Agreement:
 
 @dataclass
 class Verdict:
-    """What the comparison found.
+    """The result of the comparison.
 
     Attributes:
-        agreements: kind -> what agrees of it before the first that differs.
-        differing: findings beyond the tolerance of the first kind, in the first step, that has any; in order.
-        before: name of what was compared last before the first of them.
+        agreements: kind -> the values that agree, before the first that differs.
+        differing: the findings beyond the tolerance of the first kind, in the first step, that has any; in order.
+        before: name of the value that was compared just before the first of them.
         num_left_out: elements of weights that were not compared, on the rank that has most of them.
         num_shards: parts into which ranks split the samples of a batch.
     """
@@ -133,50 +133,52 @@ class Verdict:
 
 
 def read(folder: Path, num_ranks: int, steps: int, tolerance: float) -> Verdict:
-    """Read what the hooks of both runs have written."""
+    """Read the files of the hooks of both runs, and return the verdict."""
     reference = json.loads((folder / "reference.json").read_text())
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
-    findings = [Finding(**each) for rank in ranks for each in rank["findings"]]
-    found = {each.name for each in findings if each.kind == "start"}
+    findings = [Finding(**entry) for rank in ranks for entry in rank["findings"]]
+    names = {finding.name for finding in findings if finding.kind == "start"}
     missing = "the model has it in one process, but not under the plan: its constructor depends on the plan"
-    lost = [name for name in reference["names"] if name not in found]
+    lost = [name for name in reference["names"] if name not in names]
     findings += [Finding("start", 0, name, relative=float("inf"), details=[missing]) for name in lost]
     findings += [_samples(ranks, reference["samples"][str(step)], step) for step in range(1, steps + 1)]
     stages: dict[tuple[int, str], set[int]] = {}
-    for each in findings:
-        stages.setdefault((each.step, each.name), set()).add(each.stage)
-    # one process counts the calls of a module through all stages, a stage its own
-    findings = [each for each in findings if each.kind != "output" or len(stages[each.step, each.name]) == 1]
+    for item in findings:
+        stages.setdefault((item.step, item.name), set()).add(item.stage)
+    # one process numbers the calls of a module over all stages, but each stage numbers its own
+    findings = [item for item in findings if item.kind != "output" or len(stages[item.step, item.name]) == 1]
     order = list(KINDS)
-    findings.sort(key=lambda each: (each.step, order.index(each.kind), each.place, each.rank))
+    findings.sort(key=lambda item: (item.step, order.index(item.kind), item.place, item.rank))
     # not "greater than": a difference that is not a number must not pass
-    first = next((each for each in findings if not each.relative <= tolerance), None)
+    first = next((item for item in findings if not item.relative <= tolerance), None)
     num_shards = len({rank["batch_shard"] for rank in ranks})
     verdict = Verdict({}, [], "", max(rank["left_out"] for rank in ranks), num_shards)
-    for each in findings:
-        if first is None or (each.step, each.kind) != (first.step, first.kind):
+    for item in findings:
+        if first is None or (item.step, item.kind) != (first.step, first.kind):
             if verdict.differing:
                 break
-            verdict.agreements.setdefault(each.kind, Agreement()).add(each)
-        elif not each.relative <= tolerance:
-            verdict.differing.append(each)
-        elif each.place < first.place:
-            verdict.before = each.name
+            verdict.agreements.setdefault(item.kind, Agreement()).add(item)
+        elif not item.relative <= tolerance:
+            verdict.differing.append(item)
+        elif item.place < first.place:
+            verdict.before = item.name
     return verdict
 
 
 def _samples(ranks: Sequence[Mapping[str, Any]], expected: Sequence[str], step: int) -> Finding:
-    """Whether the ranks' samples, one rank of each shard of the batch, are those of one process in any order."""
+    """Compare the ranks' samples, of one rank of each shard of the batch, with those of one process, in any order."""
     shards = {rank["batch_shard"]: rank["samples"][str(step)] for rank in ranks}
     taken, wanted = Counter(key for keys in shards.values() for key in keys), Counter(expected)
     if taken == wanted:
         return Finding("data", step)
-    message = f"{(taken - wanted).total()} of {taken.total()} samples under the plan are none of those of one process"
+    message = (
+        f"{(taken - wanted).total()} of {taken.total()} samples under the plan are not in the batch of one process"
+    )
     return Finding("data", step, relative=float("inf"), details=[message])
 
 
 def render(verdict: Verdict, config: Config, grid: RankGrid, steps: int, tolerance: float) -> str:
-    """The whole report."""
+    """Return the whole report."""
     if verdict.differing:
         lines = _difference(verdict, config, grid, tolerance)
     else:
@@ -187,11 +189,11 @@ def render(verdict: Verdict, config: Config, grid: RankGrid, steps: int, toleran
 
 def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: float) -> list[str]:
     first = verdict.differing[0]
-    same = [each for each in verdict.differing if each.name == first.name]
+    same = [finding for finding in verdict.differing if finding.name == first.name]
     when = f"at step {first.step}" if first.step else "from the start"
     lines = [f"DIFFERENT {when}: {KINDS[first.kind].title.format(first.name)}"]
     if first.kind in ("start", "output", "gradient", "weight") and grid.world_size > 1:
-        ranks = [f"{each.rank} ({grid.where(each.rank)})" for each in same]
+        ranks = [f"{finding.rank} ({grid.where(finding.rank)})" for finding in same]
         lines.append(f"  on rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}")
     if first.relative != float("inf") or first.absolute:
         at = f" at {list(first.index)}" if first.index else ""
@@ -207,33 +209,33 @@ def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: flo
             lines.append(f"  the samples and the outputs before it agree, the last is that of {verdict.before}")
         if grid.size("sequence") > 1:
             lines.append(
-                "  a rank has a part of the tokens of each sequence: what looks at several of them (a mean, a shift, "
-                "an index, positions from arange, an attention of one's own) is wrong on it"
+                "  a rank has a part of the tokens of each sequence: code that combines several tokens (a mean, a "
+                "shift, an index, positions from arange, an attention of one's own) is wrong on it"
             )
     splits_samples = verdict.num_shards > 1 or config.schedule.microbatches > 1
     if splits_samples and first.kind in ("output", "loss", "gradient", "weight"):
         lines.append(
-            "  the samples of a batch are split over ranks or microbatches: what looks at several of them (a loss of "
-            "pairs, a mean over the batch, a buffer that follows them) differs, unless it is computed by "
+            "  the samples of a batch are split over ranks or microbatches: code that combines several samples (a loss "
+            "of pairs, a mean over the batch, a buffer that follows them) differs, unless it uses "
             "colossus.layers.gather_samples or mean_over_samples, with train.samples_interact=True"
         )
-    others = list(dict.fromkeys(each.name for each in verdict.differing if each.name != first.name))
+    others = list(dict.fromkeys(finding.name for finding in verdict.differing if finding.name != first.name))
     if others:
         lines.append(f"  then also: {listed(others)}")
     return [*lines, f"  {KINDS[first.kind].hint}"]
 
 
 def table(verdict: Verdict) -> list[str]:
-    """Kinds of things, how many of each, and the largest difference with its place."""
+    """Return a line for each kind: how many values agree, and the largest difference with its place."""
     if not verdict.agreements:
-        return ["nothing agrees before it"]
+        return ["nothing was compared before it"]
     lines = [f"{'agree':<24}  {'number':>6}  largest difference  where"]
     for kind, agreement in verdict.agreements.items():
         row = f"{KINDS[kind].plural:<24}  {len(agreement.names):>6}  {agreement.largest:>18.2g}  {agreement.where}"
         lines.append(row.rstrip())
     if verdict.num_left_out:
         lines.append(
-            f"not compared: weights whose gradient is rounding noise (as a key bias has it), up to "
+            f"not compared: weights whose gradient is rounding noise (such as key biases), up to "
             f"{verdict.num_left_out:,} a rank"
         )
     return lines

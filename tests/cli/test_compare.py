@@ -100,7 +100,7 @@ def test_a_plan_as_text(file: str, text: str, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["nothing to compare: give --strategies"]),
+        ([], ["nothing to compare: pass --strategies"]),
         (
             ["parallel.tensor=1", "--strategies", "sgb", "sgp ovrlap=1", "all_reduce", "sgp overlap=-1", "all_reduce"],
             [
@@ -115,7 +115,7 @@ def test_a_plan_as_text(file: str, text: str, sizes: tuple[int, int]) -> None:
             ["small.py: checkpoint.resume = 'x': the runs of a comparison begin at the first step"],
         ),
         (["--plans", "data=3", "data=8"], ["small.py: data=3: train.global_batch_size = 8 is not a multiple of"]),
-        (["parallel.strategy.peers=2", "--strategies", "sgp"], ["write it into the text of each that it is for"]),
+        (["parallel.strategy.peers=2", "--strategies", "sgp"], ["write the option into the text of a strategy"]),
     ],
 )
 def test_refused(
@@ -349,4 +349,4 @@ def test_two_strategies_are_run_and_compared(tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in before}
     code, out, err = finish(start([*line[:5], "train.steps=7", *line[6:]], tmp_path))
     assert code == 2
-    assert "has another config (train): give another folder" in err
+    assert "has another config (train): pass another folder" in err

@@ -317,10 +317,16 @@ WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load": (lambda m: m.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}), r"Values\(tensor\)"),
     "other data": (
         lambda m: setattr(m.weight, "data", torch.ones(4, 4)),
-        r"weight was given other values .*pass init=",
+        r"weight: the constructor assigned other values .*pass init=",
     ),
-    "read": (lambda m: _extra(m, m.weight.detach().norm()), "values of a Linear parameter .* are used while .* built"),
-    "item": (lambda m: m.weight.sum().item(), "values of a Linear parameter .* are used while .* built"),
+    "read": (
+        lambda m: _extra(m, m.weight.detach().norm()),
+        "the constructor copies or computes with the values of a Linear parameter",
+    ),
+    "item": (
+        lambda m: m.weight.sum().item(),
+        "the constructor copies or computes with the values of a Linear parameter",
+    ),
 }
 
 
@@ -333,7 +339,7 @@ def test_values_of_our_parameters_come_from_their_names(name: str) -> None:
 
 
 def _outside(context: ParallelContext) -> None:
-    with context, pytest.raises(ValueError, match=r"a Linear parameter of shape .* is made outside of a build"):
+    with context, pytest.raises(ValueError, match=r"a Linear parameter of shape .* is made outside a build"):
         layers.Linear(4, 4)
 
 

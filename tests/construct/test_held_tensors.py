@@ -42,7 +42,7 @@ def test_tensors_in_no_attribute_are_refused(hide: Any) -> None:
             self.plain = self.base * 2
             hide(self)
 
-    with pytest.raises(ValueError, match=r"a tensor of shape \(.*\) made in the constructor is held where"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(.*\) from the constructor is in a place where"):
         build(Hides, ParallelContext(grid(), seed=3))
 
 

@@ -190,7 +190,7 @@ data = dict(type="PythonStdlib", seq_len=8)
     assert rows[:3] == [
         ["layers.*.self_attn", "MultiheadAttention", byte_count(2 * attention), "it computes with its weights itself"],
         ["layers.*.self_attn.out_proj", "NonDynamicallyQuantizableLinear", byte_count(2 * layer),
-         "nn.MultiheadAttention takes its weight past it"],
+         "nn.MultiheadAttention reads its weight itself"],
         ["layers.1.linear1", "Linear", byte_count((24 * 12 + 24) * 4), "a rule leaves it"],
     ]  # fmt: skip
     assert rows[3][3] == "norms are whole"

@@ -196,7 +196,7 @@ def test_linears_that_only_rename_are_linears() -> None:
         "doubled": ("", own),
         "clamped": ("", own),
         "merging": ("", "its class has a merged of its own"),
-        "attention.out_proj": ("", "nn.MultiheadAttention takes its weight past it"),
+        "attention.out_proj": ("", "nn.MultiheadAttention reads its weight itself"),
         "out": ("Linear", "out_features = 11 does not divide over the 2 ranks of tensor; 10 or 12 does"),
     }
 

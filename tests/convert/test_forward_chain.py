@@ -347,11 +347,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         chained.Kept,
         POINTS,
         r"before body\.1: a tensor that was computed inside of body\.0 \(.*chained\.py:\d+\) is used again by "
-        r".*chained\.py:\d+, but no module returned it as it is",
+        r".*chained\.py:\d+, but no module returned it unchanged",
     ),
     "forces": (chained.Forces, POINTS, r"fails where it is cut: RuntimeError: .* \(.*chained\.py:\d+: return torch\."),
     "counts": (chained.Counts, POINTS, r"it writes to the buffer seen \(.*chained\.py:\d+\), which each stage would"),
-    "single": (chained.Single, POINTS, r"it holds no modules that are called one after the other"),
+    "single": (chained.Single, POINTS, r"it has no modules that are called one after the other"),
     "fails": (
         chained.Fails,
         POINTS,
@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         ids_of(0),
         r"before bert\.encoder\.layer\.1: a tensor that was computed inside of bert\.encoder\.layer\.0 .* the model's",
     ),
-    "no example": (chained.Single, None, r"no example of its input is given \(example="),
+    "no example": (chained.Single, None, r"there is no example of its input \(example="),
 }
 
 

@@ -231,7 +231,7 @@ class Reads(nn.Module):
 def test_reasons() -> None:
     reasons = pairs_of(Reads, "1d", torch.ones(2, 3, 4)).reasons
     assert reasons == {
-        "read": "its weight is used past it, where a rank needs all of it",
+        "read": "code outside the module uses its weight, where a rank needs all of it",
         "down": reasons["down"],
         "tied": "shares a parameter with other",
         "other": "shares a parameter with tied",

@@ -101,10 +101,10 @@ def test_what_stays_says_why() -> None:
     found = run_ranks(2, odd_body)[0]
     assert found == {
         "mine": ("", "its class has a forward of its own"),
-        "attention.out_proj": ("", "nn.MultiheadAttention takes its weight past it"),
-        "shared": ("", "its weight is other.weight, too"),
-        "other": ("", "its weight is shared.weight, too"),
-        "scaled": ("", "max_norm and scale_grad_by_freq change or weigh rows by what one rank looks up"),
+        "attention.out_proj": ("", "nn.MultiheadAttention reads its weight itself"),
+        "shared": ("", "its weight is also other.weight"),
+        "other": ("", "its weight is also shared.weight"),
+        "scaled": ("", "max_norm and scale_grad_by_freq change or weigh rows by the lookups of one rank"),
         "odd": ("Linear", ""),
     }
 
@@ -118,7 +118,7 @@ def refusals(context: ParallelContext, rules: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"gates": "column"}, "'gates' meets none of the 5 linears of the model; did you mean 'gate'?"),
+        ({"gates": "column"}, "'gates' matches none of the 5 linears of the model; did you mean 'gate'?"),
         ({"gate": "columns"}, "'columns' is none of 'column', 'row', 'head', 'whole', 'experts', 'torch'"),
         ({"head": "row"}, "shares the weight of an embedding"),
     ],

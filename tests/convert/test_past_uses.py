@@ -216,7 +216,7 @@ RULES: dict[str, tuple[dict[str, str], Any]] = {
     "before another": ({"mlp.0": "whole", "mlp.*": "torch"}, {"mlp.2"}),
     "without weights": ({"drop": "torch", "n*": "torch"}, {"drop", "norm"}),
     "all": ({"*": "torch"}, {"words", "norm", "drop", "mlp.0", "mlp.2", "head"}),
-    "none": ({"wrds": "torch"}, "rules: 'wrds' meets none of the 9 modules of the model; did you mean 'words'?"),
+    "none": ({"wrds": "torch"}, "rules: 'wrds' matches none of the 9 modules of the model; did you mean 'words'?"),
 }
 
 

@@ -114,7 +114,7 @@ def test_devices_are_shown_with_what_joins_them(
     assert rows[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
     assert rows[4:] == [("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5")]
     (advice,) = advise_devices(found)
-    assert advice.startswith("devices 0 and 2 do not reach each other directly (of 4 pair(s))")
+    assert advice.startswith("devices 0 and 2 do not reach each other directly (4 such pair(s))")
     used: list[dict[str, Any]] = []
 
     def measure(nproc: int, **options: Any) -> None:
@@ -169,9 +169,9 @@ def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("NCCL_IB_DISABLE=1", "machines talk through TCP"),
+        ("NCCL_IB_DISABLE=1", "machines use TCP"),
         ("NCCL_P2P_DISABLE=0", None),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "is waited for without end"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "ranks wait forever for a collective"),
     ],
 )
 def test_advice_on_the_environment(setting: str, words: str | None) -> None:

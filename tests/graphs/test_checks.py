@@ -61,20 +61,20 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (4, {"graph": 3}, "graph: must be a name (bipartite_exponential, complete,"),
     (4, {"overlap": -1}, "overlap: must be at least 0, got -1"),
     # numbers that do not fit
-    (4, {"peers": 4}, "graph = 'exponential' with data 4: peers = 4: with 4 replicas there are 1 to 3 in a step"),
-    (4, {"peers": 3, "graph": "linear"}, "graph = 'linear' with data 4: peers = 3: with 4 replicas there are 1 to 2"),
-    (4, {"peers": 2, "graph": "ring"}, "graph = 'ring' with data 4: peers = 2: this graph itself says to whom"),
+    (4, {"peers": 4}, "graph = 'exponential' with data 4: peers = 4: with 4 replicas it must be 1 to 3"),
+    (4, {"peers": 3, "graph": "linear"}, "graph = 'linear' with data 4: peers = 3: with 4 replicas it must be 1 to 2"),
+    (4, {"peers": 2, "graph": "ring"}, "graph = 'ring' with data 4: peers = 2: this graph determines to whom"),
     (
         5,
         {"graph": "bipartite_exponential"},
         "graph = 'bipartite_exponential' with data 5: pairs odd replicas with even ones, so their number must be even, "
         "got 5 (odd: 2, even: 3)",
     ),
-    (7, {"graph": "torus"}, "graph = 'torus' with data 7: 7 replicas are no rows x columns of at least 2 x 2"),
+    (7, {"graph": "torus"}, "graph = 'torus' with data 7: 7 replicas form no grid of at least 2 x 2"),
     (
         12,
         {"graph": {"type": "torus", "rows": 5}},
-        "graph = 'torus' with data 12: rows = 5: 12 replicas are not 5 x 2 or more; rows can be one of [2, 3, 4, 6]",
+        "graph = 'torus' with data 12: rows = 5: 12 replicas form no grid of 5 x 2 or more; rows can be one of [2, 3, 4, 6]",
     ),
     (
         4,
@@ -96,8 +96,8 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (2, {"graph": [[float("nan"), 0.5], [0.5, 0.5]]}, "graph with data 2: row 0, column 0: the weight is nan"),
     (2, {"graph": [HALVES, [[1, 1], [0, 0]]]}, "graph with data 2: matrix of step 1: row 1 sums to 0: replica 1 keeps"),
     (2, {"graph": [[0, 1], [1, 0]], "overlap": 1}, "graph with data 2: replica 0 keeps nothing, so with overlap = 1"),
-    (4, {"graph": PARTS}, "graph with data 4: it is not connected: nothing of replica 0 ever comes to 2"),
-    (2, {"graph": [[0.5, 0], [0.5, 1]]}, "graph with data 2: it is not connected: nothing of replica 1 ever comes to"),
+    (4, {"graph": PARTS}, "graph with data 4: it is not connected: replica 0 never reaches replica 2"),
+    (2, {"graph": [[0.5, 0], [0.5, 1]]}, "graph with data 2: it is not connected: replica 1 never reaches replica"),
     (4, {"graph": HALVES}, "graph with data 4: its matrices are 2 x 2, but there are 4 replicas"),
     (4, {"graph": [[1, 2], [3]]}, "graph: a matrix is n rows of n numbers; these are not"),
     # functions

@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "another shape": (_config(n_positions=7), r"wpe.weight has shape \[6, 8\], config.json says \[7, 8\]"),
     "integers": (
         _tensors(lambda t: t.update({WPE: t[WPE].to(torch.int8)})),
-        r"wpe.weight has dtype int8, which are no",
+        r"wpe.weight has dtype int8: weights are float64",
     ),
     "another model": (_config(model_type="mamba"), r"model_type = 'mamba': colossus reads gpt2, llama, .*vit"),
     "no model": (_config(model_type=None), r"model_type = None"),
@@ -87,7 +87,10 @@ WRONG: dict[str, tuple[Damage, str]] = {
         r"quantization_config: colossus reads no quantised weights",
     ),
     "code of its own": (_config(auto_map={"AutoModel": "x.Y"}), r"auto_map: colossus reads no code of the model's own"),
-    "an activation": (_config(activation_function="relu"), r"activation_function = 'relu': known are 'gelu_new'"),
+    "an activation": (
+        _config(activation_function="relu"),
+        r"activation_function = 'relu': it must be one of 'gelu_new'",
+    ),
     "scaled by layer": (
         _config(scale_attn_by_inverse_layer_idx=True),
         r"scale_attn_by_inverse_layer_idx = True: colos",
@@ -120,8 +123,8 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
 
 
 LLAMA_REFUSED = [
-    (dict(hidden_act="gelu"), r"hidden_act = 'gelu': known are 'silu', 'swish'"),
-    (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has one value for them"),
+    (dict(hidden_act="gelu"), r"hidden_act = 'gelu': it must be one of 'silu', 'swish'"),
+    (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has one option for both"),
     (dict(rope_scaling=dict(type="dynamic", factor=2.0)), r"rotary_scaling.rope_type: .*'dynamic'"),
     (dict(rope_scaling=dict(type="linear")), r"rotary_scaling.factor: is missing"),
     (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, beta_fast=1)), r"rotary_scaling.*beta_fast"),

@@ -84,7 +84,7 @@ def test_its_text_is_read_by_its_tokenizer(tmp_path: Path, monkeypatch: pytest.M
 CONFIG_REFUSED = [
     (
         dict(path="nowhere"),
-        r"model: path = 'nowhere': there is no such folder; colossus downloads nothing",
+        r"model: path = 'nowhere': there is no such folder, and colossus downloads nothing",
     ),
     (dict(path="empty"), r"model: path = 'empty': has no config.json with a model_type"),
     (dict(), r"model: needs the path of a model folder: .*got path = None"),

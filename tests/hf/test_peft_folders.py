@@ -200,8 +200,8 @@ def refused(rank: int, base: Path, folder: Path, make: Any, merge: bool) -> str:
 @pytest.mark.parametrize(
     ("make", "merge", "words"),
     [
-        (unfrozen, False, "norm.weight: is trained, and is no part of an adapter folder. Save the merged model"),
-        (added, False, "LlamaForCausalLM has adapters that were put into it by add_adapter"),
+        (unfrozen, False, "norm.weight: trained, but no part of an adapter folder. Save the merged model"),
+        (added, False, "LlamaForCausalLM has adapters from add_adapter"),
         (partial(adapted, "prompt tuning"), True, "cannot be merged into weights: leave merge out"),
     ],
 )

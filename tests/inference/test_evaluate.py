@@ -191,7 +191,7 @@ def test_a_folder_of_hugging_face(
     data = dict(type="TextFolder", path=str(text), tokenizer=str(tokenizer))
     trained(tmp_path, "one", model={**MODEL, "vocab_size": 300, "mlp": "gelu_tanh"}, data=data)
     assert main(["checkpoint", "convert", str(tmp_path / "one"), str(tmp_path / "hf"), "--to", "hf"]) == 0
-    assert "data: data.type=TextFolder data.path=..., say, or --config FILE" in refused(capsys, tmp_path / "hf")
+    assert "data, such as data.type=TextFolder data.path=..., or --config FILE" in refused(capsys, tmp_path / "hf")
     wanted = evaluate(capsys, tmp_path / "one")
     tokenizer.unlink()  # each folder has its own
     assert evaluate(capsys, tmp_path / "one") == {**wanted, "seconds": pytest.approx(wanted["seconds"], abs=60)}
@@ -207,7 +207,7 @@ def test_a_folder_of_hugging_face(
     own = evaluate(capsys, tmp_path / "hf", "--config", str(tmp_path / "own.py"), f"train.global_batch_size={BATCH}")
     assert own["tokens"] == as_bytes["tokens"]  # as the file says
     (tmp_path / "hf" / "tokenizer.json").unlink()
-    assert "nothing says how text becomes the ids" in refused(capsys, tmp_path / "hf", *given)
+    assert "it is unknown how text becomes the ids" in refused(capsys, tmp_path / "hf", *given)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_data_that_a_checkpoint_cannot_give(
     root, _ = runs
     held = TextFolder(write_text(tmp_path), 12)
     trained(tmp_path, "one", {"data": held}, data=None)
-    assert "records no data, which was given to the run otherwise" in refused(capsys, tmp_path / "one")
+    assert "records no data, since the run got its data from code" in refused(capsys, tmp_path / "one")
     given = ["data.type=TextFolder", f"data.path={tmp_path / 'text'}"]
     assert evaluate(capsys, tmp_path / "one", *given)["tokens"]
     trained(tmp_path, "tensor", data=held)
@@ -272,7 +272,7 @@ def test_nothing_that_a_manifest_names_is_imported(
         text = json.dumps(body).encode()
         (folder / MANIFEST).write_bytes(b'{"crc32": "%08x", "manifest": ' % zlib.crc32(text) + text + b"}\n")
         if is_refused:
-            assert "code is never imported because a checkpoint names it" in refused(capsys, folder)
+            assert "colossus never imports code that a checkpoint names" in refused(capsys, folder)
         else:
             assert evaluate(capsys, folder, "train.eval_batches=1")["tokens"] == BATCH * MODEL["seq_len"]
     assert "planted" not in sys.modules

@@ -69,7 +69,7 @@ def test_one_prompt_is_printed_with_its_text(texts: WeightSource, capfd: Capture
     assert first == f"colossus: {texts.folder}, step 0: one process, fp64"
     assert re.fullmatch(r"colossus: [\d.]+ tokens/s", last)
     _, _, err = run(capfd, folder, "--tokenizer", "bytes", "--prompt", "abcd")
-    assert "prompt 1 stopped: the model has learned no more positions" in err
+    assert "prompt 1 stopped at the last position that the model has learned" in err
 
 
 def test_several_prompts_come_whole(texts: WeightSource, capfd: Captured) -> None:
@@ -139,7 +139,7 @@ def test_refused_prompts_and_checkpoints(texts: WeightSource, tmp_path: Path, ca
         ((str(tmp_path / "gone"), "--prompt", "a"), "there is no such folder"),
         ((folder, "--tokens", "5,259"), "has the token 259, the model has the tokens 0..258"),
         ((folder, "--tokens", "5,x"), "must be token ids with commas"),
-        ((images, "--tokens", "1"), "model 'ViT' gives no next token: generate takes a language model (GPT, .."),
+        ((images, "--tokens", "1"), "model 'ViT' predicts no next token: generate takes a language model (GPT, .."),
     ):
         code, _, err = run(capfd, *words)
         assert (code, message in err) == (2, True), err
@@ -277,4 +277,4 @@ def test_a_folder_of_hugging_face_continues_its_text(tmp_path: Path, capfd: Capt
     assert (result["tokens"], result["ended"]) == (whole[: end + 1], "stop")
     code, _, err = run(capfd, str(theirs.folder), "--prompt", "a")
     assert code == 2
-    assert "does not say how its text became tokens" in err
+    assert "records no tokenizer" in err

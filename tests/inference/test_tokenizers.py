@@ -114,7 +114,7 @@ def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Weigh
 
 
 def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="does not say how its text became tokens"):
+    with pytest.raises(ConfigError, match="records no tokenizer"):
         tokenizer_of(source(tmp_path, None), None)
     assert tokenizer_of(source(tmp_path, "bytes"), None).num_ids == 256
     assert tokenizer_of(source(folder, "tokenizer.json"), None).num_ids != 256

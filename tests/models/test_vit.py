@@ -61,7 +61,7 @@ def test_what_is_refused_before_launch(parallel: dict[str, Any], more: dict[str,
     ("images", "words"),
     [
         (torch.zeros(2, 3, 6, 8), r"\[2, 3, 6, 8\], has shape \[3, 6, 8\], but .* say \[3, 8, 6\]"),
-        (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "its input is of torch.uint8; it takes images of floating point"),
+        (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "its input is torch.uint8; it takes floating-point images"),
     ],
 )
 def test_images_that_are_refused(images: Tensor, words: str) -> None:

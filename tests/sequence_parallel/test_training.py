@@ -154,7 +154,11 @@ def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
         (dict(sequence=dict(size=6, mode="hybrid", ulysses=4)), {}, "parallel.sequence.ulysses = 4 does not divide"),
         (dict(sequence=dict(size=4, ulysses=2)), {}, "parallel.sequence.ulysses = 2 means nothing in mode"),
         (dict(sequence=dict(size=4, mode="rings")), {}, "no sequence mode named 'rings'. Did you mean 'ring'?"),
-        (dict(sequence=2), dict(attention_dropout=0.1), "model.attention_dropout = 0.1 is not there under"),
+        (
+            dict(sequence=2),
+            dict(attention_dropout=0.1),
+            "model.attention_dropout = 0.1: parallel.sequence supports none",
+        ),
     ],
 )
 def test_refused_before_launch(parallel: dict[str, Any], model: dict[str, Any], words: str) -> None:

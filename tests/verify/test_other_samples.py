@@ -22,7 +22,7 @@ data = dict(type=_Points)
 train = dict(global_batch_size=8, samples_interact=INTERACT)
 optimizer = dict(type="SGD", lr=0.1)
 """
-HINT = "computed by colossus.layers.gather_samples or mean_over_samples, with train.samples_interact=True"
+HINT = "unless it uses colossus.layers.gather_samples or mean_over_samples, with train.samples_interact=True"
 
 
 @pytest.mark.parametrize(

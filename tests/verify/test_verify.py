@@ -108,7 +108,7 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert counts(out)["losses"] == counts(out)["gradient norms"] == counts(out)["samples"] == 3
     assert counts(out)["initial values"] * 3 == counts(out)["gradients"] == counts(out)["weights after a step"] == 108
     assert counts(out)["outputs of modules"] == 3 * 8, "embedding, positions, dropout, two blocks, norm, head, model"
-    assert "rounding noise (as a key bias has it), up to " in out
+    assert "rounding noise (such as key biases), up to " in out
 
 
 def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify) -> None:
@@ -268,7 +268,7 @@ def test_data_that_depends_on_the_plan(verify: Verify, own: str) -> None:
     code, out, _ = verify(text, "parallel.data=2")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the samples\n")
-    assert re.search(r"  \d of 8 samples under the plan are none of those of one process", out)
+    assert re.search(r"  \d of 8 samples under the plan are not in the batch of one process", out)
 
 
 def test_a_model_that_splits_by_hand(verify: Verify) -> None:
@@ -368,7 +368,7 @@ def test_a_block_that_depends_on_the_microbatch_is_named(verify: Verify, plan: l
 USAGE = [
     (["parallel.tensor=5"], "model.ffn_hidden_size = 24 is not a multiple of parallel.tensor.size = 5; nearest: "),
     (["--nproc", "3", "parallel.data=2"], "data 2 = 2, but 3 processes"),
-    (["data=None"], "data: verify runs what the file says, and it has none"),
+    (["data=None"], "data: the file sets none, and verify needs one"),
     (["--tolerance", "0"], "argument --tolerance: must be a number above zero"),
 ]
 

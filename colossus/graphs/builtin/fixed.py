@@ -24,7 +24,7 @@ class Ring(GraphFamily):
     """Every replica exchanges with the one before and the one after it, with weight 1/3 (1705.09056, section 6).
 
     Args:
-        directed: it sends to the one after it only, with weight 1/2.
+        directed: every replica sends only to the one after it, with weight 1/2.
     """
 
     takes_peers = False
@@ -52,12 +52,12 @@ class Star(GraphFamily):
 
 @GRAPHS.register("torus")
 class Torus(GraphFamily):
-    """Every replica of a grid of rows and columns exchanges with the four next to it, with Metropolis weights: 1/5.
+    """Every replica of a grid of rows and columns exchanges with its four neighbours, with Metropolis weights: 1/5.
 
-    Replicas are numbered row by row. In a direction of two there is one neighbour, not two.
+    Replicas are numbered row by row. In a direction of two replicas there is one neighbour, not two.
 
     Args:
-        rows: of the grid, 2 or more; None: the divisor nearest to the root from below.
+        rows: rows of the grid, 2 or more; None: the largest divisor that is at most the square root.
     """
 
     takes_peers = False
@@ -68,10 +68,10 @@ class Torus(GraphFamily):
     def problems(self, replicas: int) -> list[str]:
         rows = self._rows
         if rows is None and self._rows_of(replicas) == 1:
-            return [f"{replicas} replicas are no rows x columns of at least 2 x 2; a ring takes any number"]
+            return [f"{replicas} replicas form no grid of at least 2 x 2; a ring takes any number"]
         if rows is not None and (rows < 2 or replicas % rows or replicas // rows < 2):
             fits = [number for number in range(2, replicas // 2 + 1) if replicas % number == 0]
-            return [f"rows = {rows}: {replicas} replicas are not {rows} x 2 or more; rows can be one of {fits}"]
+            return [f"rows = {rows}: {replicas} replicas form no grid of {rows} x 2 or more; rows can be one of {fits}"]
         return []
 
     def sends(self, replicas: int, step: int, peers: int) -> Sends:

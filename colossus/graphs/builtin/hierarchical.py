@@ -1,4 +1,4 @@
-"""Complete inside a host, another graph between hosts."""
+"""A hierarchical graph: complete inside a host, another graph between hosts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from colossus.registry import GRAPHS
 
 @GRAPHS.register("hierarchical")
 class Hierarchical(GraphFamily):
-    """In turn: all replicas of a host take their mean, then each mixes with its like on other hosts by ``between``.
+    """Two kinds of steps in turn: the mean inside each host, then ``between`` for equal places on all hosts.
 
-    Replicas of a host have numbers in a row. Two steps together are W x J / m, W being the matrix of ``between`` over
-    hosts and J / m the mean of the m replicas of a host, with 1 / m of the messages of doing both in one step. The
-    number of ``peers`` is that of ``between``.
+    Replicas of a host have consecutive numbers. Two steps together are W x J / m: W is the matrix of ``between`` over
+    hosts, and J / m the mean of the m replicas of a host. They send 1 / m of the messages of doing both in one step.
+    The number of ``peers`` is that of ``between``.
 
     Args:
-        per_host: how many replicas each host has.
+        per_host: replicas of each host.
         between: a graph over the hosts, as a config names it.
     """
 

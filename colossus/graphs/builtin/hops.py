@@ -1,4 +1,4 @@
-"""The graphs of SGP's own code, whose edges change from step to step: hops of growing length."""
+"""The graphs of SGP's own code, whose edges change from step to step, with hops of growing length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from colossus.registry import GRAPHS
 
 @GRAPHS.register("exponential")
 class Exponential(GraphFamily):
-    """At step t every replica sends to those j (p + 1)^i hops away, j = 1..p, i = t mod the period; equal weights.
+    """Every replica sends j (p + 1)^i hops forward in step t, j = 1..p, i = t mod the period; weights are equal.
 
     The directed exponential graph of Stochastic Gradient Push (1811.10792, appendix A). p = ``peers``. With one peer
-    the hops are 1, 2, 4, ..; n = (p + 1)^m replicas have the exact mean after m steps. Hops are modulo n; what a hop of
-    n would send is kept.
+    the hops are 1, 2, 4, ..; n = (p + 1)^m replicas have the exact mean after m steps. Hops are modulo n; a replica
+    keeps what a hop of n would send.
     """
 
     def period(self, replicas: int, peers: int) -> int:
@@ -29,7 +29,7 @@ class Exponential(GraphFamily):
 
 
 class _Cycled(GraphFamily):
-    """Base: in each step the next ``peers`` of a list of hops."""
+    """Base of graphs that take the next ``peers`` hops of a list in each step."""
 
     def hops(self, replicas: int) -> list[int]:
         raise NotImplementedError
@@ -46,8 +46,8 @@ class _Cycled(GraphFamily):
 class Linear(_Cycled):
     """Replicas send 1, 3, 5, .. hops forward and as far backward, the next ``peers`` of these in each step.
 
-    SGP's DynamicDirectedLinearGraph. In one period everybody sends to every second one, or, of an odd number of
-    replicas, to all others. Weights are equal.
+    SGP's DynamicDirectedLinearGraph. In one period a replica sends to every second one, or, if their number is odd, to
+    all others. Weights are equal.
     """
 
     def hops(self, replicas: int) -> list[int]:
@@ -62,9 +62,9 @@ class Linear(_Cycled):
 class BipartiteExponential(_Cycled):
     """Odd replicas exchange with even ones: 1, 3, 5, 9, .. hops forward, and as far backward.
 
-    SGP's DynamicBipartiteExponentialGraph, as AD-PSGD needs it. In each step an odd one exchanges with the next
-    ``peers`` of these, both ways with the same weight 1 / (p + 1). So with one peer a step is a matching of pairs, each
-    of which has its mean then; all steps are doubly stochastic.
+    SGP's DynamicBipartiteExponentialGraph, as AD-PSGD needs it. In each step an odd replica exchanges over the next
+    ``peers`` of these hops, both ways with the same weight 1 / (p + 1). So with one peer a step is a matching, and each
+    pair then has its mean; all steps are doubly stochastic.
     """
 
     def hops(self, replicas: int) -> list[int]:
