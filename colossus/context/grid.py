@@ -1,8 +1,8 @@
-"""What a plan says of ranks and their coordinates on named axes, and to layers. Pure arithmetic, no torch, no process.
+"""The arithmetic of a plan: ranks and their coordinates on named axes, options of layers. No torch, no process.
 
-Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks
-are neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes
-per second and therefore go to ranks next to each other (on one node); pipeline moves the fewest and goes outermost.
+Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks are
+neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes per second and
+therefore go to ranks next to each other (on one node); pipeline moves the fewest and goes outermost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankGrid:
         return math.prod(self.sizes.values())
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
-        """The atomic axes that these stand for, in the order given.
+        """Return the atomic axes of these names, in the same order.
 
         Raises:
             ValueError: for an unknown name, and for an axis named twice.
@@ -63,21 +63,21 @@ class RankGrid:
             elif name in self.sizes:
                 out.append(name)
             else:
-                known = sorted({*self.sizes, *self.public})
-                raise ValueError(f"no axis named {name!r} in this plan; axes are {', '.join(known)}")
+                choices = sorted({*self.sizes, *self.public})
+                raise ValueError(f"no axis named {name!r} in this plan; axes are {', '.join(choices)}")
         if len(set(out)) != len(out):
             raise ValueError(f"axes {names} name the same mesh axis twice: {tuple(out)}")
         return tuple(out)
 
     def size(self, axes: Axes) -> int:
-        """Number of ranks of a group over these axes."""
+        """Return the number of ranks of a group over these axes."""
         return math.prod([self.sizes[axis] for axis in self.axes(axes)])  # a list: a compiler traces no generator
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinate of ``rank`` on every atomic axis, outermost first.
+        """Return the coordinate of ``rank`` on every atomic axis, outermost first.
 
         Raises:
-            ValueError: for a rank outside of the grid.
+            ValueError: the rank is outside the grid.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
@@ -87,14 +87,14 @@ class RankGrid:
         return {name: coordinates[name] for name in self.names}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates (all atomic axes)."""
+        """Return the rank at these coordinates (all atomic axes)."""
         rank = 0
         for name, size in self.sizes.items():
             rank = rank * size + coordinates[name]
         return rank
 
     def index(self, rank: int, axes: Axes) -> int:
-        """Position of ``rank`` within its group over ``axes`` (first axis outermost)."""
+        """Return the position of ``rank`` within its group over ``axes`` (first axis outermost)."""
         at = self.coordinates(rank)
         index = 0
         for axis in self.axes(axes):
@@ -102,11 +102,11 @@ class RankGrid:
         return index
 
     def where(self, rank: int) -> str:
-        """Where ``rank`` is along the axes of more than one rank, as messages say it (``pipeline 0, data 1``)."""
+        """Return the coordinates of ``rank`` along axes of more than one rank, for messages: ``pipeline 0, data 1``."""
         return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if self.sizes[axis] > 1)
 
     def group(self, rank: int, axes: Axes) -> list[int]:
-        """Ranks that share every coordinate of ``rank`` but those on ``axes``, ordered by ``axes``."""
+        """Return the ranks that share every coordinate of ``rank`` except those on ``axes``, ordered by ``axes``."""
         at = self.coordinates(rank)
         names = self.axes(axes)
         ranges = [range(self.sizes[name]) for name in names]
@@ -114,7 +114,7 @@ class RankGrid:
 
 
 def build_grid(parallel: Any) -> RankGrid:
-    """The grid of a resolved ``ParallelConfig`` (``data`` already a number)."""
+    """Return the grid of a resolved ``ParallelConfig`` (``data`` is already a number)."""
     mode = TENSOR_MODES.get(parallel.tensor.mode)
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
     sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
@@ -146,14 +146,14 @@ ONE_RANK = RankGrid(dict.fromkeys(_OF_ONE, 1), {**{name: (name,) for name in _OF
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How layers compute and communicate. None of it changes what they compute.
+    """The options of how layers compute and communicate. They do not change the results.
 
     Attributes:
         tensor_mode: name of a tensor mode (``1d``, ``2d``, ``2.5d``, ``3d``, or a registered one).
-        sequence_mode: name of the way in which attention is split over the sequence axis.
-        sequence_sharded: whether 1D shards activations between blocks by tokens.
-        keep_gathered: whether inputs gathered in forward are kept for backward, instead of gathered again.
-        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
+        sequence_mode: name of the mode that splits attention over the sequence axis.
+        sequence_sharded: 1D shards activations between blocks by tokens.
+        keep_gathered: backward reuses inputs that forward gathered, instead of gathering them again.
+        weight_scope: the lifetime of a gathered weight: ``matmul``, ``microbatch`` or ``step``.
     """
 
     tensor_mode: str = "1d"
@@ -164,7 +164,7 @@ class LayerOptions:
 
     @classmethod
     def from_config(cls, parallel: Any) -> LayerOptions:
-        """The options of a resolved ``ParallelConfig``."""
+        """Return the options of a resolved ``ParallelConfig``."""
         tensor = parallel.tensor
         return cls(
             tensor_mode=tensor.mode,

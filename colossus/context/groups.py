@@ -19,7 +19,7 @@ _by_key: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictiona
 
 
 class Connection(Protocol):
-    """A connection that the ranks of a group have opened between them: a channel, links."""
+    """A connection between the ranks of a group, such as a channel or links."""
 
     def close(self) -> None: ...
 
@@ -36,9 +36,9 @@ class AxisGroup:
         ranks: global ranks in group order.
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
-        is_on_host: its ranks exchange tensors of the host alone (gloo); see `comm.host_staging`.
-        program: what its collectives were of.
-        key: of this object alone, in this process: see `group_of`.
+        is_on_host: its ranks exchange only tensors of the host (gloo); see `comm.host_staging`.
+        program: the record of the parameters that its collectives moved.
+        key: a text that only this object has in this process: see `group_of`.
     """
 
     axes: tuple[str, ...]
@@ -66,9 +66,9 @@ class AxisGroup:
         return self.process_group.group_name
 
     def opened(self, kind: type, make: Callable[[], T]) -> T:
-        """Return the group's connection of this kind, made at the first call, which all of its ranks must make.
+        """Return the group's connection of this kind, made at the first call, in which all of its ranks take part.
 
-        It belongs to the group and is closed with it. None, where none can be made, is remembered too.
+        It belongs to the group and is closed with it. A None, where none can be made, is remembered, too.
         """
         if kind not in self._opened:
             self._opened[kind] = make()
@@ -76,15 +76,17 @@ class AxisGroup:
         return connection
 
     def close(self) -> None:
-        """Close what has been opened, and let go of the process group, which whoever made it destroys: it keeps its
-        threads and sockets for as long as anybody has it. Its use is an error from here on.
+        """Close the group's connections, and release the process group, whose maker destroys it.
+
+        A process group keeps its threads and sockets as long as anything refers to it. Using it is an error from here
+        on.
         """
         for connection in self._opened.values():
             if connection is not None:
                 connection.close()
         self._opened.clear()
         if self.size > 1:
-            del self.process_group  # None would be all ranks, for torch
+            del self.process_group  # torch would take None as all ranks
 
     def __getattr__(self, name: str) -> Any:
         if name == "process_group":
@@ -99,21 +101,22 @@ class AxisGroup:
 
 
 def group_of(key: str) -> AxisGroup:
-    """Return the group with this key, for operators of torch, which take tensors, numbers and strings alone."""
+    """Return the group with this key, for operators of torch, which take only tensors, numbers and strings."""
     return _by_key[key]
 
 
 def new_process_group(
     ranks: Sequence[int], index: int, name: str, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group whose members are in the order of ``ranks``. All of them must call, and nobody else.
+    """Return a process group with members in the order of ``ranks``. Exactly these ranks must call.
 
-    ``dist.new_group`` names a group by how many this process made before. Ranks that made other numbers of groups would
-    then wait for each other for ever, and a group made again would read the addresses of the one destroyed before.
+    ``dist.new_group`` names a group by the number that this process made before. Ranks that made different numbers of
+    groups would then wait for each other forever, and a group that is made again would read the addresses of a
+    destroyed one.
 
     Args:
         ranks: global ranks.
-        index: of this process among them.
+        index: the position of this process among them.
         name: the same on all of them, and never used before in this world.
         backend: by default that of the world.
     """
@@ -136,11 +139,11 @@ def new_process_group(
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store that a process group was made from."""
+    """Return the store from which a process group was made."""
     return c10d._world.pg_map[group][1]
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of this group fail after ``timeout``. Backends without time-outs (fake) are left alone."""
+    """Let collectives of this group fail after ``timeout``. Backends without time-outs (fake) do not change."""
     if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
         c10d._set_pg_timeout(timeout, group)

@@ -1,8 +1,8 @@
-"""Ranks as processes of this one, joined by a process group: for ``colossus doctor``, for tests and for benchmarks.
+"""Ranks as child processes with a process group: for ``colossus doctor``, for tests and for benchmarks.
 
-Forked by default: a rank starts in 0.1 s, where a new Python would import torch for seconds, and functions and
-arguments need no pickling. The parent must then never have run a multi-threaded operation (a child hangs in its first
-one), so it is set to one thread while it forks; CUDA and macOS do not allow fork at all.
+They are forked by default: a forked rank starts in 0.1 s, where a new Python would import torch for seconds, and
+functions and arguments need no pickling. The parent must never have run a multi-threaded operation before (a child
+hangs in its first one), so it is set to one thread while it forks; CUDA and macOS do not allow fork at all.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import distributed as dist
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks failed; the message names the first of them with its traceback.
+    """An error of some ranks; the message names the first of them with its traceback.
 
     Attributes:
-        tracebacks: of ranks that raised.
-        exit_codes: of ranks that ended without an answer; the negative number of a signal that killed them.
+        tracebacks: tracebacks of ranks that raised.
+        exit_codes: exit codes of ranks that ended without an answer; the negative number of a signal that killed them.
         silent: ranks that were killed because nothing moved any more.
     """
 
@@ -46,20 +46,20 @@ class RanksFailed(RuntimeError):
 
 
 class LocalRanks:
-    """``world`` processes with a process group of their own (none for one rank), each with one object.
+    """A set of ``world`` processes with a process group of their own (none for one rank), each with one object.
 
-    They stay alive between calls: while one group works the others wait in a read, hold their memory and use no
+    They stay alive between calls: while one group works, the others wait in a read, keep their memory and use no
     processor time.
 
     Args:
         make: rank -> the object, built in the child after the process group.
         patience: seconds without progress, see `StallDetector`, after which the ranks that have not answered are
             killed.
-        start: ``fork`` or ``spawn``; what is spawned must be picklable.
-        backend: of the process group.
+        start: ``fork`` or ``spawn``; spawned ranks need picklable arguments.
+        backend: backend of the process group.
         collective_timeout: seconds; by default torch's own.
-        variables: of the ranks' environment, where it has none of these names.
-        once: the ranks answer with what ``make`` returns (``made``), and end.
+        variables: environment variables of the ranks, where their names are not set.
+        once: the ranks answer with the result of ``make`` (``made``), and end.
 
     Raises:
         RanksFailed: from here and from ``call``; the ranks are gone then.
@@ -89,7 +89,7 @@ class LocalRanks:
             for rank in range(world):
                 here, there = context.Pipe()
                 arguments = (there, rank, world, store, backend, collective_timeout, variables or {}, make, once)
-                self._processes.append(context.Process(target=_serve, args=arguments))
+                self._processes.append(context.Process(target=_run_rank, args=arguments))
                 self._processes[-1].start()
                 there.close()
                 self._pipes.append(here)
@@ -102,7 +102,7 @@ class LocalRanks:
                 torch.set_num_threads(threads)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """``getattr(object, method)(*args)`` on every rank at once; the results by rank."""
+        """Call ``getattr(object, method)(*args)`` on every rank at once and return the results by rank."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((method, args)))
         return self._collect()
@@ -117,7 +117,7 @@ class LocalRanks:
             for pipe in wait(list(waiting), timeout=0.5):
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                stall.note_progress()
+                stall.record_progress()
                 try:
                     done, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
@@ -149,15 +149,15 @@ class LocalRanks:
 
 
 def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
-    """``body(rank)`` once on each of ``world`` ranks; the results by rank. ``options`` are those of `LocalRanks`.
+    """Run ``body(rank)`` once on each of ``world`` ranks and return the results by rank.
 
-    A rank ends when its body has, whatever the others still wait for from it.
+    ``options`` are those of `LocalRanks`. A rank ends when its body has, even if others still wait for from it.
     """
     with LocalRanks(world, body, once=True, **options) as ranks:
         return ranks.made
 
 
-def _serve(
+def _run_rank(
     pipe: Connection,
     rank: int,
     world: int,
@@ -175,20 +175,20 @@ def _serve(
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if world > 1:
             if backend == "nccl":
-                torch.cuda.set_device(rank % torch.cuda.device_count())  # the barrier would guess
+                torch.cuda.set_device(rank % torch.cuda.device_count())  # else the barrier guesses the device
             timeout = timedelta(seconds=collective_timeout) if collective_timeout is not None else None
             dist.init_process_group(
                 backend, rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout
             )
             dist.barrier()  # a rank that leaves while others still connect would break them
-        held = make(rank)
-        pipe.send_bytes(pickle.dumps((True, held if once else None)))
+        target = make(rank)
+        pipe.send_bytes(pickle.dumps((True, target if once else None)))
         while not once:
             try:
                 method, args = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the parent has gone
                 break
-            pipe.send_bytes(pickle.dumps((True, getattr(held, method)(*args))))
+            pipe.send_bytes(pickle.dumps((True, getattr(target, method)(*args))))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -199,18 +199,18 @@ def _serve(
 
 
 class StallDetector:
-    """Tells a hang from a slow or busy machine: nothing has moved for ``patience`` seconds.
+    """A detector that tells a hang from a slow or busy machine: nothing has moved for ``patience`` seconds.
 
-    What moves is an answer or a line of output (the caller notes those), or processor time of the processes and of
-    their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Where the
-    system does not tell processor times (no /proc) only the former count.
+    Progress is an answer or a line of output (the caller records those), or processor time of the processes and of
+    their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Without
+    /proc, processor times do not count.
     """
 
     def __init__(self, pids: Sequence[int], patience: float) -> None:
         self._pids, self._patience = list(pids), patience
-        self.note_progress()
+        self.record_progress()
 
-    def note_progress(self) -> None:
+    def record_progress(self) -> None:
         self._since, self._used = time.monotonic(), processor_seconds(self._pids)
 
     def is_stalled(self) -> bool:
@@ -218,18 +218,18 @@ class StallDetector:
         if silent < self._patience / 4:
             return False
         if processor_seconds(self._pids) - self._used > 0.02 * self._patience:
-            self.note_progress()
+            self.record_progress()
             return False
         return silent > self._patience
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """Processor time that these processes and all their children have used so far; 0 where there is no /proc."""
+    """Return the processor time of these processes and all their children so far; 0 where there is no /proc."""
     seconds = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            # own and of children that have ended, user and system
+            # user and system time of the process and of its ended children
             seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             seconds += processor_seconds(map(int, children))

@@ -25,24 +25,24 @@ _joined: list[weakref.ref[ParallelContext]] = []
 class ParallelContext:
     """One rank's view of the grid: its coordinates, a group for any axis or tuple of axes, its random streams.
 
-    Any number may be made and closed one after the other in one process, by all ranks in the same order.
-    ``with context:`` makes it the one that layers built inside take their axes from.
+    A process may make and close any number of contexts one after the other, all ranks in the same order. Inside ``with
+    context:``, new layers take their axes from it.
 
     Args:
         grid: the axes and their sizes.
         rank: this process's global rank.
-        device: where this rank computes.
-        seed: of the random streams.
-        timeout_seconds: after which a collective fails.
+        device: the device of this rank.
+        seed: seed of the random streams.
+        timeout_seconds: time-out of collectives.
         backend: of c10d, ``auto``, ``gloo`` or ``nccl``: `choose_backend`. With gloo several ranks may share a device.
-        options: of the layers built under this context.
-        precision: of the run; layers built under this context compute in it.
+        options: options of the layers built under this context.
+        precision: precision of the run, in which these layers compute.
         connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
-        on_join: called with the group of all ranks before any other is made: what it raises ends the join. Ranks
+        on_join: called with the group of all ranks before any other group is made; if it raises, the join ends. Ranks
             that were started with different plans would make different groups, and wait for each other.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched.
+        ValueError: the running processes do not match the grid, or none were launched.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ParallelContext:
         connect: bool = True,
         on_join: Callable[[AxisGroup], None] | None = None,
     ) -> ParallelContext:
-        """The context of a resolved config, rank taken from the launcher's environment (``RANK``) if it is None."""
+        """Return the context of a resolved config; a None rank is the launcher's (``RANK``)."""
         if rank is None:
             rank = int(os.environ.get("RANK", "0")) if connect else 0
         return cls(
@@ -115,7 +115,7 @@ class ParallelContext:
                 raise
         backend = dist.get_backend()
         if backend in BACKENDS:
-            # of the contexts that this rank has joined in this world: another count would differ between ranks
+            # counts the contexts that this rank has joined in this world, so that all ranks agree on the number
             self._number = store_of(world).add(f"contexts/{self.rank}", 1)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
@@ -123,7 +123,7 @@ class ParallelContext:
             set_timeout(group, self.timeout)
         if backend == dist.Backend.GLOO:
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
-        for name in self.grid.public.get("tensor", ()):  # the mesh has them: no compiler should trace how they are made
+        for name in self.grid.public.get("tensor", ()):  # made here, so that no compiler traces their construction
             self.group(name)
 
     # -- axes ---------------------------------------------------------------------------------------------
@@ -147,28 +147,30 @@ class ParallelContext:
         return self.grid.size(axes)
 
     def index(self, axes: Axes) -> int:
-        """Position of this rank along an axis, a public name, or a tuple of them."""
+        """Return the position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The atomic axes inside of a replica, one whole copy of the model: all but those of data."""
+        """The atomic axes inside a replica, one whole copy of the model: all except those of data."""
         data = self.grid.axes("data")
         return tuple(axis for axis in self.grid.names if axis not in data)
 
     def group(self, axes: Axes) -> AxisGroup:
-        """The group of this rank over these axes; axes of one rank do not count. All of its ranks must make the first
-        call, which creates it.
+        """Return the group of this rank over these axes; axes of one rank do not count.
+
+        The first call creates the group, and all of its ranks must make it.
         """
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
         return self._groups.get(names) or self._make_group(names, names, self.grid.group(self.rank, names))
 
     def subgroup(self, axes: Axes, indices: Sequence[int], label: str | None = None) -> AxisGroup:
-        """A group of some ranks along an axis or several, by their indices in the group over these, this rank among
-        them. All of them must ask.
+        """Return a group of some ranks along axes, by their indices in the group over these axes.
+
+        This rank must be one of them, and all of them must call.
 
         Args:
-            label: what its bytes are counted under, by default the axes.
+            label: the name under which its bytes are counted, by default the axes.
         """
         names = self.grid.axes(axes)
         key: tuple[str | int, ...] = (label or "", *names, *indices)
@@ -178,7 +180,7 @@ class ParallelContext:
         return self._make_group(key, (label,) if label else names, [along_axes[index] for index in indices])
 
     def background_group(self, label: str, timeout: timedelta) -> AxisGroup:
-        """All ranks over gloo, apart from the groups of training: for objects that a thread exchanges meanwhile.
+        """Return a gloo group of all ranks, separate from training, for objects that a thread exchanges.
 
         The first call for a label creates it: all ranks must make it.
         """
@@ -186,7 +188,7 @@ class ParallelContext:
         return self._groups.get(key) or self._make_group(key, key, range(self.world_size), timeout, dist.Backend.GLOO)
 
     def groups_within(self, axes: Sequence[str]) -> list[AxisGroup]:
-        """The groups of several ranks along these axes, or some of them, that were made so far."""
+        """Return the existing groups of several ranks along these axes, or some of them."""
         return [group for group in self._groups.values() if group.size > 1 and set(axes).issuperset(group.axes)]
 
     def _make_group(
@@ -197,7 +199,7 @@ class ParallelContext:
         timeout: timedelta | None = None,
         backend: str | None = None,
     ) -> AxisGroup:
-        """The world or an axis of the mesh, where a group over axes is one of these; else a new one."""
+        """Make the group of a key: the world or an axis of the mesh where it is one of these, else a new group."""
         if self.closed:
             raise ValueError("this ParallelContext is closed")
         ranks = tuple(members)
@@ -209,8 +211,8 @@ class ParallelContext:
             elif is_of_axes and len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
-                of_some = "" if key == names else "/some"  # beside a group of all along axes, which may have its ranks
-                name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}{of_some}"
+                suffix = "" if key == names else "/some"  # another group may have the same axes and ranks
+                name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}{suffix}"
                 process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
                 self._own_groups.append(process_group)
                 if dist.get_backend(process_group) == dist.Backend.GLOO:
@@ -219,7 +221,7 @@ class ParallelContext:
         return group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
-        """The mesh's own groups, without the world where an axis spans all ranks."""
+        """Return the mesh's own groups, without the world where an axis spans all ranks."""
         if self._mesh is None:
             return []
         groups = [self._mesh.get_group(name) for name in self.grid.names]
@@ -228,12 +230,12 @@ class ParallelContext:
     # -- lifetime ---------------------------------------------------------------------------------------------
 
     def store(self) -> dist.Store:
-        """Values by name that all ranks of this context share, for what must not be a collective."""
+        """Return a store that all ranks of this context share, for values that no collective may carry."""
         assert dist.group.WORLD is not None
         return dist.PrefixStore(f"context{self._number}", store_of(dist.group.WORLD))
 
     def close(self) -> None:
-        """Close what ranks have opened within its groups, and destroy those it made. Safe to call twice."""
+        """Close the connections of its groups, and destroy the groups that it made. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -261,11 +263,11 @@ class ParallelContext:
             _stack.remove(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelContext:
-        """A copied model lives in the same context."""
+        """Return the context itself: a copied model belongs to the same context."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model belongs to its rank and plan: it is loaded into the current context, which must be alike."""
+        """Reduce to the properties that the current context must have when a pickled model is loaded."""
         return _context_like, (self.grid, self.rank, self.options, self.rng.seed)
 
     def __repr__(self) -> str:
@@ -274,9 +276,9 @@ class ParallelContext:
 
 
 def current_context() -> ParallelContext:
-    """The innermost context entered with ``with``; outside any, the last that joined other ranks and is open still.
+    """Return the innermost context entered with ``with``; else the last open one that joined other ranks.
 
-    Without either, one process without parallelism.
+    Without either, it is a context of one process without parallelism.
     """
     if _stack:
         return _stack[-1]
@@ -288,18 +290,18 @@ def current_context() -> ParallelContext:
 
 
 def one_rank() -> ParallelContext:
-    """A context of this process alone."""
+    """Return a context of this process alone."""
     return ParallelContext(ONE_RANK)
 
 
 def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int) -> ParallelContext:
-    """The current context, if it is what a pickled one was; without parallelism a new one."""
+    """Return the current context if it equals a pickled one; without parallelism, a new one."""
     if grid.world_size == 1:
         return ParallelContext(grid, seed=seed, options=options)
     current = current_context()
     if (current.grid, current.rank, current.options) != (grid, rank, options):
         raise ValueError(
-            f"this is a shard of a model of rank {rank} of {grid.world_size}, and is loaded by that rank of that plan "
-            f"only; what colossus.checkpoint.full_state_dict gives is whole, and loaded under any plan"
+            f"this is a shard of a model of rank {rank} of {grid.world_size}, and only that rank of that plan can load "
+            f"it; colossus.checkpoint.full_state_dict returns a whole state, which any plan can load"
         )
     return current

@@ -1,8 +1,8 @@
-"""Random streams as functions of what they are for, not of the order in which they are asked.
+"""Random streams as functions of their purpose, not of the order of draws.
 
-A draw is keyed by (seed, stream, whatever the caller adds: step, module name, how often the module has drawn).
-Two ranks that name the same key draw the same numbers; recomputation, another schedule or a resumed run
-name the same key and therefore draw the same numbers again.
+A draw is keyed by (seed, stream, and the caller's parts: step, module name, number of the module's draws). Two ranks
+with the same key draw the same numbers; recomputation, another schedule or a resumed run use the same key and therefore
+draw the same numbers again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Position = tuple[int, int, dict[tuple[int, str], int]]
 class RngStreams:
     """All random numbers of a run, as functions of its seed.
 
-    Its state is the position (step, microbatch) and how many draws each name has made there.
+    Its state is the position (step, microbatch) and the number of draws of each name there.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -33,7 +33,7 @@ class RngStreams:
         self._replaying = False
 
     def key(self, stream: str, *parts: object) -> int:
-        """Key of ``stream``, which does not depend on the position."""
+        """Return a key of ``stream`` that does not depend on the position."""
         return hash_key(self.seed, stream, *parts)
 
     def move_to(self, step: int, microbatch: int) -> None:
@@ -47,12 +47,13 @@ class RngStreams:
         self.microbatch = microbatch
 
     def next_call(self, name: str) -> int:
-        """How many times ``name`` has asked at this position: modules that are called twice in one forward draw twice.
+        """Return how often ``name`` has drawn at this position.
 
-        A recomputation must be wrapped in `replay`, which counts again from where the forward was.
+        A module that is called twice in one forward draws twice. A recomputation must be wrapped in `replay`, which
+        counts again from the state of the forward.
 
         Raises:
-            ValueError: in a recomputation without `replay` of a name that has asked more than once.
+            ValueError: a recomputation without `replay` draws for a name that has drawn more than once.
         """
         key = self.microbatch, name
         if torch._C._current_graph_task_id() == -1 or self._replaying:
@@ -68,16 +69,16 @@ class RngStreams:
         return 0
 
     def snapshot(self) -> Position:
-        """The position, and how many draws were made up to it."""
+        """Return the position, and the number of draws up to it."""
         calls = dict(self._calls)
         if torch._C._current_graph_task_id() != -1 and not self._replaying:
-            # in a recomputation of torch's own, which repeats a forward whose draws are counted already
+            # torch's own recomputation repeats a forward whose draws have been counted
             calls = {key: count for key, count in calls.items() if key[0] != self.microbatch}
         return self.step, self.microbatch, calls
 
     @contextmanager
     def replay(self, position: Position) -> Iterator[None]:
-        """For recomputation: inside, draws from ``position`` (a snapshot) on are repeated."""
+        """Repeat the draws from ``position`` (a snapshot) on inside the context, for recomputation."""
         current, was_replaying = (self.step, self.microbatch, self._calls), self._replaying
         self.step, self.microbatch, self._calls = position[0], position[1], dict(position[2])
         self._replaying = True

@@ -1,4 +1,4 @@
-"""The device of a rank, and the process group of all ranks: joined, or taken as it is."""
+"""The device of a rank, and the process group of all ranks, which may exist already."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 
-#: whose ranks are other processes
+#: backends whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
 
 
 def pick_device(wanted: str, backend: str = "auto") -> torch.device:
-    """``auto`` is CUDA when there is any: the device with the number of the local rank; under gloo ranks take turns.
+    """Return the device of this rank. ``auto`` is CUDA if there is any: the device with the local rank's number.
 
-    Where a rank that torchrun or srun has started sees one device only, perhaps each of its neighbours sees another
-    (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); where they do not, NCCL says so.
+    Under gloo, ranks share devices in turn. Where a rank that torchrun or srun has started sees only one device, each
+    of its neighbours may see another (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by
+    rank). If they do not, NCCL reports it.
 
     Args:
         backend: ``comm.backend``.
 
     Raises:
-        ValueError: when CUDA is asked for and absent, or there are fewer devices than local ranks.
+        ValueError: CUDA is requested and absent, or there are fewer devices than local ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -45,8 +46,8 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
         note = explain_visible(os.environ, count)
         raise ValueError(
             f"local rank {local} has no CUDA device: {counted(count)} here{note and f' ({note})'}; use --nproc {count} "
-            f"or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices, slowly: "
-            f"what they send each other goes through the memory of the host"
+            f"or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices slowly: "
+            f"their messages go through the memory of the host"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
@@ -54,13 +55,13 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
 
 
 def choose_backend(wanted: str, device_type: str) -> str:
-    """What joins ranks that compute on ``device_type``.
+    """Return the backend for ranks that compute on ``device_type``.
 
     Args:
         wanted: ``comm.backend``.
 
     Raises:
-        ValueError: nccl is asked for, and there is no CUDA device.
+        ValueError: nccl is requested, and there is no CUDA device.
     """
     if wanted == "nccl" and device_type != "cuda":
         raise ValueError(
@@ -70,19 +71,19 @@ def choose_backend(wanted: str, device_type: str) -> str:
 
 
 def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, timeout: timedelta) -> bool:
-    """Make the process group of all ranks where there is none yet, and give it this time-out.
+    """Make the process group of all ranks unless it exists, and set its time-out.
 
     Args:
         wanted: ``comm.backend``.
 
     Returns:
-        Whether it was made here, and so is to be destroyed here.
+        Whether it was made here, and must be destroyed here.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched.
+        ValueError: the running processes do not match the grid, or none were launched.
     """
     backend = choose_backend(wanted, device.type)
-    if device.type == "cuda" and torch.cuda.is_available():  # else a mesh takes that of the local rank's number
+    if device.type == "cuda" and torch.cuda.is_available():  # else a mesh takes the local rank's number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
     is_new = not dist.is_initialized()
     if is_new:
@@ -98,21 +99,21 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
             f"{factors(grid.sizes)} = {grid.world_size}, but {dist.get_world_size()} processes are running"
         )
     if dist.get_rank() != rank:
-        raise ValueError(f"the context was given rank {rank}, the process group says {dist.get_rank()}")
+        raise ValueError(f"the context has rank {rank}, the process group has rank {dist.get_rank()}")
     if not is_new:
         assert dist.group.WORLD is not None
         set_timeout(dist.group.WORLD, timeout)
     return is_new
 
 
-#: by address and port of the launcher: its store, and numbers for the worlds made from it
+#: (address, port) of the launcher -> its store, and numbers for the worlds made from it
 _stores: dict[tuple[str | None, str | None], tuple[dist.Store, Iterator[int]]] = {}
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The launcher's store under a prefix that no earlier world of this process has written to.
+    """Return the launcher's store under a prefix that no earlier world of this process has written to.
 
-    Without it a world made after another reads the addresses of the destroyed one ("Connection refused").
+    Without the prefix a second world reads the addresses of the destroyed one ("Connection refused").
     """
     address, port = master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if master not in _stores:
@@ -120,9 +121,9 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"rank {rank} of {world_size} has not met the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
-                f"within {timeout.total_seconds():g} s: all {world_size} must be started, with this address, and reach "
-                f"it; rank 0 listens there. {error}"
+                f"rank {rank} of {world_size} did not connect to the others at {address}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT) within {timeout.total_seconds():g} s: start all {world_size} with this address, which "
+                f"they must reach; rank 0 listens there. {error}"
             ) from error
         _stores[master] = store, itertools.count()
     store, worlds = _stores[master]
@@ -130,13 +131,13 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def launched_ranks(caller: str) -> AxisGroup:
-    """All ranks of ``torch.distributed``, for calls outside of any `ParallelContext`; of a lone process itself.
+    """Return the group of all ranks of ``torch.distributed``, or of a lone process, for calls outside contexts.
 
     Args:
-        caller: what the error begins with.
+        caller: the beginning of the error.
 
     Raises:
-        ValueError: several processes were started, and have not joined each other.
+        ValueError: several processes were started, and have no process group yet.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = tuple(range(dist.get_world_size()))
@@ -144,7 +145,7 @@ def launched_ranks(caller: str) -> AxisGroup:
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdecimal() and int(started) > 1 and not dist.is_initialized():
         raise ValueError(
-            f"{caller}: {started} processes were started (WORLD_SIZE), but they are not joined yet: call "
+            f"{caller}: {started} processes were started (WORLD_SIZE), but they have no process group yet: call "
             f"colossus.initialize or torch.distributed.init_process_group first"
         )
     return AxisGroup((), (0,), 0, None)

@@ -1,1 +1,1 @@
-"""How one matmul is split over ranks: tensor modes as data, the moves of its operands, and what they cost."""
+"""One matmul split over ranks: tensor modes as data, the moves of its operands, and their cost."""

@@ -1,4 +1,4 @@
-"""Whether the heads of an attention divide: its width, its groups, the ranks that split them. No torch."""
+"""Checks that the heads of an attention divide: its width, its groups, the ranks that split them. No torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def head_problems(
     rotary: bool = False,
     prefix: str = "",
 ) -> list[str]:
-    """What is wrong with these sizes on any number of ranks, one line each.
+    """Return the problems of these sizes on any number of ranks, one line each.
 
     Args:
-        num_kv_heads: of grouped-query attention (2305.13245); else num_heads.
+        num_kv_heads: heads of grouped-query attention (2305.13245); else num_heads.
         head_dim: features of a head; None where they are hidden_size / num_heads.
-        prefix: goes before the name of a size, ``model.`` for the keys of a config.
+        prefix: prefix of the names of sizes, ``model.`` for the keys of a config.
     """
     problems = []
-    pairs, turns = (2, "2 x ") if rotary else (1, "")  # rotary positions turn pairs of features
+    pairs, turns = (2, "2 x ") if rotary else (1, "")  # rotary positions rotate pairs of features
     if head_dim is not None:
         if head_dim % pairs:
-            problems.append(not_a_multiple(f"{prefix}head_dim", head_dim, "2, of which rotary positions turn pairs", 2))
+            problems.append(not_a_multiple(f"{prefix}head_dim", head_dim, "2, since rotary positions rotate pairs", 2))
     elif hidden_size % (pairs * num_heads):
-        by = f"{turns}{prefix}num_heads = {pairs * num_heads}{' (rotary positions turn pairs)' * rotary}"
+        by = f"{turns}{prefix}num_heads = {pairs * num_heads}{' (rotary positions rotate pairs)' * rotary}"
         problems.append(not_a_multiple(f"{prefix}hidden_size", hidden_size, by, pairs * num_heads))
     if num_heads % num_kv_heads:
         problems.append(
@@ -39,9 +39,9 @@ def head_problems(
 
 
 def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -> list[IndivisibleSize]:
-    """The numbers of heads that do not divide over the ranks of the inner region's features: heads are split whole.
+    """Return the numbers of heads that do not divide over the ranks of the inner region's features.
 
-    Key/value heads may also be fewer than the ranks, if they divide these (`are_replicated`).
+    Heads are never cut. Key/value heads may also be fewer than the ranks, if they divide these (`are_replicated`).
     """
     axes = shardings.regions.inner.features
     ways = shardings.ways(axes)
@@ -54,17 +54,17 @@ def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -
 
 
 def are_replicated(num_kv_heads: int, shardings: Shardings | None) -> bool:
-    """Whether key/value heads are fewer than the ranks that split heads, so that each of these stores all of them."""
+    """Return whether key/value heads are fewer than the ranks that split heads, so that each rank stores all."""
     return shardings is not None and num_kv_heads < shardings.ways(shardings.regions.inner.features)
 
 
 def uneven_kv_heads(num_kv_heads: int, by: str, prefix: str = "") -> str:
-    """Why these key/value heads do not fit more ranks than there are heads.
+    """Return why these key/value heads do not fit more ranks than there are heads.
 
     Args:
         by: names these ranks with their number (``parallel.tensor.size = 4``).
     """
     return (
-        f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: of key/value heads that are fewer than the ranks "
-        f"each serves as many ranks"
+        f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: where key/value heads are fewer than the ranks, "
+        f"each must serve equally many ranks"
     )

@@ -1,4 +1,4 @@
-"""Which sharding a linear takes: of those over which its sizes divide, the one that moves fewest bytes. No torch."""
+"""The choice of a linear's sharding: among those that divide its sizes, the one that moves fewest bytes. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shardings:
         regions: the layouts of activations.
         column, row: the shardings that a column linear and a row linear can take.
         sizes: ranks along each axis.
-        keep: whether gathered inputs are kept for backward.
+        keep: backward reuses gathered inputs.
     """
 
     regions: Regions
@@ -61,22 +61,22 @@ class Shardings:
         return cls(Regions(whole, residual, inner), column, row, sizes, keep)
 
     def default_layouts(self, split: str | None) -> tuple[Activation, Activation]:
-        """The layouts of x before and of y after a linear, unless its caller wants others."""
+        """Return the layouts of x before and of y after a linear, unless its caller wants others."""
         whole, residual, inner = self.regions.whole, self.regions.residual, self.regions.inner
         return {"column": (residual, inner), "row": (inner, residual)}.get(split or "", (whole, whole))
 
     def candidates(self, split: str | None) -> tuple[MatmulSharding, ...]:
-        """The shardings that a linear can take, its sizes aside."""
+        """Return the shardings that a linear can take, regardless of its sizes."""
         own = {"column": self.column, "row": self.row}.get(split or "")
         return own if own is not None else tuple(dict.fromkeys(self.column + self.row))
 
     def choose(
         self, split: str | None, in_features: int, outputs: Mapping[str, int], *, padded: bool = False
     ) -> MatmulSharding | list[IndivisibleSize]:
-        """The sharding of a linear, or the sizes that do not divide, where none fits.
+        """Return the sharding of a linear, or the sizes that do not divide, where none fits.
 
         Args:
-            split: ``column``, ``row`` or None for a linear outside of a pair.
+            split: ``column``, ``row`` or None for a linear outside a pair.
             outputs: name -> out_features of each output; one output may be named "".
             padded: ``out_features`` need not divide: the last ranks are padded (a vocabulary).
         """
@@ -92,14 +92,14 @@ class Shardings:
             if indivisible:
                 problems = problems or indivisible
                 continue
-            # per token, without the weight, which costs the same either way
+            # traffic for one token, without the weight, which costs the same in all shardings
             moved = matmul_traffic(
                 sharding, source, target, (self._rows, 1, in_features), sum(outputs.values()), self.sizes
             )
             gathered = moved.x.forward.elements
             sent = sum((operand.forward + operand.backward).elements for operand in (moved.x, moved.y))
-            sent += 0.0 if self.keep else gathered  # again in backward
-            if best is None or (sent, gathered) < best[0]:  # of two that send the same, the one that gathers less
+            sent += 0.0 if self.keep else gathered  # backward gathers x again
+            if best is None or (sent, gathered) < best[0]:  # a tie goes to the one that gathers less
                 best = (sent, gathered), sharding
         return problems if best is None else best[1]
 
@@ -121,17 +121,17 @@ class Shardings:
             return {(name, n): IndivisibleSize(name, size, axes, n) for axes, n in ways.items() if size % n}
 
         weight, gathered = sharding.weight.dims, sharding.gathered_weight.dims
-        found = misfits("in_features", in_features, source.features, sharding.x.features, weight[1], gathered[1])
+        problems = misfits("in_features", in_features, source.features, sharding.x.features, weight[1], gathered[1])
         for output, out in outputs.items():
             name = f"out_features ({output})" if output else "out_features"
-            found |= misfits(name, out, target.features, sharding.y.features, weight[0], gathered[0])
-        return list(found.values())  # one of each number of ranks
+            problems |= misfits(name, out, target.features, sharding.y.features, weight[0], gathered[0])
+        return list(problems.values())  # one problem for each number of ranks
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Ranks along the product of axes."""
+        """Return the ranks along the product of axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
 
 def unsharded(regions: Regions) -> MatmulSharding:
-    """The weight replicated, x and y in the whole layout: for a linear outside of a pair whose sizes do not divide."""
+    """Return a replicated weight, x and y whole: for a linear outside a pair whose sizes do not divide."""
     return MatmulSharding(x=regions.whole, weight=Layout.whole(2), gathered_weight=Layout.whole(2), y=regions.whole)

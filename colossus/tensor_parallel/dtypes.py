@@ -1,7 +1,8 @@
-"""In what our own operators compute: torch.autocast sees no operator inside of an autograd function.
+"""The dtypes of our own operators: torch.autocast sees no operator inside an autograd function.
 
-They do with their operands what autocast does with torch's, and what a run's `colossus.context.precision.Precision`
-asks for beyond it: activations between products in its dtype, and weights cast before they travel.
+These functions do for our operators what autocast does for torch's, and what a run's
+`colossus.context.precision.Precision` requires beyond it: activations between products in its dtype, and weights cast
+before they travel.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from colossus.layout.parameter import spec_of
 
 
 def product_dtype(x: Tensor) -> torch.dtype | None:
-    """In what `torch.autocast` takes a product of x; None outside of it, and of float64, which it leaves alone."""
+    """Return the dtype in which `torch.autocast` takes a product of x, None outside it and for float64."""
     device = x.device.type
-    if device == "meta":  # of which autocast knows nothing
+    if device == "meta":  # autocast does not know this device
         return None
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64 or not x.is_floating_point():
         return None
@@ -24,28 +25,28 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def to_product_dtype(x: Tensor) -> Tensor:
-    """X as a product takes it; its gradient comes back in its own dtype."""
+    """Return x in the dtype of a product; its gradient comes back in its own dtype."""
     dtype = product_dtype(x)
     return x if dtype is None else x.to(dtype)
 
 
 def activation_dtype(weight: Tensor, precision: Precision) -> torch.dtype:
-    """In what a table's rows become activations: that of products in a run of low precision, else the table's.
+    """Return the dtype of a table's rows as activations: that of products in a low-precision run, else the table's.
 
-    A table is no operand of a product to `torch.autocast`, and stays wide where a user has turned it off.
+    To `torch.autocast` a table is no operand of a product; it stays wide where a user has turned autocast off.
     """
     narrow = precision.is_low and product_dtype(weight) is not None
     return precision.compute if narrow else spec_of(weight).computed_dtype or weight.dtype
 
 
 def to_wide_dtype(x: Tensor) -> Tensor:
-    """X as a loss or a norm takes it: in float32 where it is of low precision, or `torch.autocast` is enabled."""
+    """Return x for a loss or a norm: in float32 if it is of low precision, or `torch.autocast` is enabled."""
     return x.float() if x.dtype in LOW or product_dtype(x) is not None else x
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """Of ``weight.grad``: that of the weight, unless it says otherwise."""
-    if torch.compiler.is_compiling():  # which cannot trace ``grad_dtype``
+    """Return the dtype of ``weight.grad``: that of the weight, unless it declares another."""
+    if torch.compiler.is_compiling():  # a compiler cannot trace ``grad_dtype``
         return spec_of(weight).gradient_dtype or weight.dtype
     return weight.grad_dtype or weight.dtype
 

@@ -1,4 +1,4 @@
-"""When weights are gathered and their gradients made and reduced, and how long a gathered weight is kept.
+"""The times at which weights are gathered and their gradients reduced, and the lifetime of a gathered weight.
 
 | scope | the weight is gathered | its gradient is reduced | the gathered weight is kept |
 |---|---|---|---|
@@ -25,11 +25,11 @@ from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run
 
 
 class WgradDeferral:
-    """Inside of `deferred`, backward runs dgrad only; wgrad is left in a list, for `run`."""
+    """A mode of backward: inside `deferred` it runs only dgrad, and leaves wgrad in a list, for `run`."""
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], None]] | None = None
-        #: during `run`, the weights whose hooks are to be called at its end
+        #: during `run`, the weights whose hooks run at its end
         self._accumulated: dict[int, Tensor] | None = None
 
     @property
@@ -37,12 +37,12 @@ class WgradDeferral:
         return self._tasks is not None
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether wgrad of this weight is left for later. Not with hooks on it: they belong to the usual backward."""
+        """Return whether wgrad of this weight is deferred; hooks on a weight need the usual backward."""
         return self.is_active and not user_hooks(weight)
 
     @contextmanager
     def deferred(self) -> Iterator[list[Callable[[], None]]]:
-        """Around a backward: the list gets one entry for each use of a weight.
+        """Defer wgrads of a backward inside the context: the list gets one entry for each use of a weight.
 
         An entry computes the gradient of that use, reduces it and adds it to ``weight.grad``.
         """
@@ -53,12 +53,12 @@ class WgradDeferral:
             self._tasks = outer
 
     def defer(self, task: Callable[[], None]) -> None:
-        """Leave ``task``, the wgrad of one use of a weight, to `run`."""
+        """Add ``task``, the wgrad of one use of a weight, to the list for `run`."""
         assert self._tasks is not None
         self._tasks.append(task)
 
     def run(self, tasks: list[Callable[[], None]]) -> None:
-        """Run what `deferred` left. Post-accumulate hooks run once for each weight, at the end."""
+        """Run the deferred tasks. Post-accumulate hooks run once for each weight, at the end."""
         self._accumulated = {}
         try:
             for task in tasks:
@@ -73,7 +73,7 @@ class WgradDeferral:
         for hook in list((weight._backward_hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         if self._accumulated is None:
             run_grad_hooks(weight)
@@ -95,7 +95,7 @@ class _GatheredWeight:
     """A weight that stays gathered during a step, and the sum of its gradients so far, not reduced yet.
 
     Attributes:
-        state: of the weight when it was gathered; another one asks for another gather.
+        state: state of the weight when it was gathered; if it changes, the weight is gathered again.
     """
 
     weight: Tensor
@@ -108,11 +108,11 @@ class _GatheredWeight:
 class GatheredWeights:
     """The weights of one model on this rank, as tensor parallelism moves them.
 
-    The engine calls `begin_step` and `end_step`; outside of a step the scope ``step`` works as ``microbatch`` does.
+    The engine calls `begin_step` and `end_step`; outside a step the scope ``step`` works as ``microbatch`` does.
 
     Attributes:
         scope: one of `SCOPES`.
-        deferral: of wgrad, to a later action of the schedule.
+        deferral: defers wgrad to a later action of the schedule.
     """
 
     def __init__(self, scope: str = "matmul", *, precision: Precision | None = None) -> None:
@@ -121,53 +121,53 @@ class GatheredWeights:
         self.scope = scope
         self.deferral = WgradDeferral()
         self._precision = precision or Precision()
-        #: by id, the weights that stay gathered for the step
-        self._held: dict[int, _GatheredWeight] = {}
+        #: id -> weight, for the weights that stay gathered for the step
+        self._gathered: dict[int, _GatheredWeight] = {}
         self._in_step = self._is_last = False
 
     @property
     def keeps(self) -> bool:
-        """Whether backward uses the weight that forward gathered."""
+        """True if backward uses the weight that forward gathered."""
         return self.scope != "matmul"
 
     def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
-        """The weight as it is multiplied: its shard, cast and moved by ``plan.forward``, or what was kept of that."""
+        """Return the weight for a product: its shard, cast and moved by ``plan.forward``, or the gathered one."""
         changes = bool(plan.forward) or dtype != weight.dtype
-        # under selective checkpointing the recorder keeps the gathered weight, and gives it back
+        # under selective checkpointing the recorder keeps the gathered weight, and returns it
         if not (self._in_step and self.scope == "step" and changes) or is_recorded():
             return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype)
-        held, state = self._held.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
-        if held is None or held.state != state:
+        entry, state = self._gathered.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
+        if entry is None or entry.state != state:
             gathered = run(plan.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
-            gradient = None if held is None else held.gradient
-            held = self._held[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
-        return Ready(held.gathered)
+            gradient = None if entry is None else entry.gradient
+            entry = self._gathered[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
+        return Ready(entry.gathered)
 
     def reduce(self, weight: Tensor, gradient: Tensor, plan: MovePlan) -> Pending | None:
-        """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later.
+        """Return the rank's shard of a weight's gradient, from the wgrad of one product; None if it comes later.
 
         The sum over ranks is taken in the precision's dtype of reduction.
         """
-        # hooks on the weight are called at each backward; a compiler is not to ask for one weight, of one layer
-        if is_recorded() or id(weight) not in self._held or user_hooks(weight):
+        # hooks on the weight run at each backward; a recorded graph must not depend on the id of one weight
+        if is_recorded() or id(weight) not in self._gathered or user_hooks(weight):
             return reduce_wgrad(weight, gradient, plan, self._precision)
-        held = self._held[id(weight)]
+        entry = self._gathered[id(weight)]
         gradient = gradient.to(gradient_dtype(weight))
-        held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
+        entry.gradient = gradient if entry.gradient is None else entry.gradient.add_(gradient)
         if not self._is_last:
             return None
-        total, held.gradient = held.gradient, None
-        return reduce_wgrad(weight, total, held.plan, self._precision)
+        total, entry.gradient = entry.gradient, None
+        return reduce_wgrad(weight, total, entry.plan, self._precision)
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """From here to `end_step` a weight is gathered again only when it changes."""
+        """Begin a step: until `end_step` a weight is gathered again only when it changes."""
         self.abandon_step()
         self._in_step = True
 
     def set_last_microbatch(self, is_last: bool = True) -> None:
-        """Whether backwards from here on are those of a step's last microbatch, after which gradients are reduced."""
+        """Set whether later backwards are those of a step's last microbatch, after which gradients are reduced."""
         self._is_last = is_last
 
     def flush(self, only: Container[int] | None = None) -> None:
@@ -176,20 +176,20 @@ class GatheredWeights:
         Args:
             only: ids of the weights to flush; None: all.
         """
-        for key in [key for key in self._held if only is None or key in only]:
-            held = self._held.pop(key)
-            if held.gradient is not None:
-                total = reduce_wgrad(held.weight, held.gradient, held.plan, self._precision).wait()
-                self.deferral.accumulate(held.weight, total)
+        for key in [key for key in self._gathered if only is None or key in only]:
+            entry = self._gathered.pop(key)
+            if entry.gradient is not None:
+                total = reduce_wgrad(entry.weight, entry.gradient, entry.plan, self._precision).wait()
+                self.deferral.accumulate(entry.weight, total)
 
     def end_step(self) -> None:
-        """`flush` all weights, and close the step."""
+        """Run `flush` for all weights, and close the step."""
         try:
             self.flush()
         finally:
             self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Close the step, without reducing what is left."""
-        self._held.clear()
+        """Close the step, without reducing the remaining gradients."""
+        self._gathered.clear()
         self._in_step = self._is_last = False

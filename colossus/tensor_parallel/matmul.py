@@ -37,10 +37,10 @@ class MatmulPlans:
 
     Attributes:
         x, w, y: moves of the operands.
-        groups: over which these moves run.
+        groups: the groups of these moves.
         weights: gathers the weight and reduces its gradient.
-        keep: whether the gathered x is kept for backward; else it is gathered again.
-        adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
+        keep: backward uses the x that forward gathered; else it gathers x again.
+        adds_bias: this rank adds the bias: among ranks whose products are summed, the first does.
     """
 
     x: MovePlan
@@ -62,10 +62,10 @@ def matmul_plans(
     *,
     rows: Sequence[int] = (),
 ) -> MatmulPlans:
-    """The moves of a linear whose x has ``ndim`` dims, comes as ``source`` and whose y is wanted as ``target``.
+    """Return the moves of a linear whose x has ``ndim`` dims and layout ``source``, and whose y has ``target``.
 
     Args:
-        rows: of a fused weight, as `MovePlan.of` takes it.
+        rows: rows of a fused weight, see `MovePlan.of`.
     """
     x, y = sharding.x.at(ndim), sharding.y.at(ndim)
     operands = (
@@ -83,7 +83,7 @@ def matmul_plans(
 
 
 def weight_gradient(plans: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
-    """Wgrad before its reduction, [o, i], in the dtype of dy.
+    """Return wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
@@ -110,12 +110,12 @@ class _Matmul(torch.autograd.Function):
         3D column  x [M/ij, K/k]   weight [N/ji, K/k]       y [M/ik, N/j]   a: [M/i, K/k]; b: [N/j, K/k];
                                                                             c: the sum [M/i, N/j] is scattered over k
 
-    Saved are x (gathered where ``MatmulPlans.keep`` says so, else stored) and the weight (gathered where
-    ``GatheredWeights.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored
-    as it is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
+    Forward saves x (gathered with ``MatmulPlans.keep``, else stored) and the weight (gathered with
+    ``GatheredWeights.keeps``). One of the ranks whose products are summed adds the bias. The bias is stored in the
+    layout of the sum, so that dbias needs no move here; the sum over its replicas comes with the other gradients.
 
-    Under `torch.autocast` x comes in its dtype, which y and dy then have; the weight is cast before it is gathered, and
-    its gradient to that of ``weight.grad`` before it is reduced (`reduce_wgrad`).
+    Under `torch.autocast` x has its dtype, and so have y and dy. The weight is cast before it is gathered, and its
+    gradient is cast to the dtype of ``weight.grad`` before it is reduced (`reduce_wgrad`).
     """
 
     @staticmethod
@@ -124,18 +124,18 @@ class _Matmul(torch.autograd.Function):
         gather = plans.x.forward
         if plans.keep:
             x, gather = run(gather, x).wait(), ()
-        # x has the dtype of the product under autocast; where a user mixes dtypes without, torch says so
+        # under autocast x has the dtype of the product; without it torch refuses mixed dtypes
         dtype = weight.dtype if product_dtype(x) is None else x.dtype
         w_gathered = plans.weights.gather(weight, plans.w, dtype).wait() if plans.weights.keeps else None
-        # before the rest: a recomputation ends here where no later one needs y
+        # first: a recomputation ends here if no later operation needs y
         x_saved = x if ctx.needs_input_grad[1] else None
         w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
         save_for_backward(ctx, x_saved, w_saved)
-        ctx.plans, ctx.parameter = plans, weight  # not saved for backward: checkpointing would give back a copy
+        ctx.plans, ctx.parameter = plans, weight  # not saved for backward: checkpointing would return a copy
         if w_gathered is None:
             w_gathered = plans.weights.gather(weight, plans.w, dtype).wait()
-        added = bias.to(dtype) if bias is not None and plans.adds_bias else None
-        y = product(run(gather, x).wait(), w_gathered, added)
+        local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
+        y = product(run(gather, x).wait(), w_gathered, local_bias)
         return not_a_view(run(plans.y.forward, y, owned=True).wait())
 
     @staticmethod
@@ -169,8 +169,8 @@ def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
-    """Y = x @ weight.T + bias: local tensors, in the layouts that ``plans`` were made for."""
-    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+    """Return y = x @ weight.T + bias for local tensors, in the layouts of ``plans``."""
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
         return _Matmul.apply(to_product_dtype(x), weight, bias, plans)
 
 
@@ -178,22 +178,23 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ w.T + bias``: every forward, dgrad and wgrad of a linear layer on one rank. What takes it in another
-    precision belongs here.
+    """Return ``x @ w.T + bias``: every forward, dgrad and wgrad of a linear layer on one rank.
+
+    A product in another precision belongs here.
     """
     return F.linear(x, w, bias)
 
 
 def wgrad_product(dy: Tensor, x: Tensor) -> Tensor:
-    """``dy.T @ x``, summed over all dims but the last: dy [.., out] and x [.., in] to [out, in]."""
+    """Return ``dy.T @ x``, summed over all dims except the last: dy [.., out] and x [.., in] to [out, in]."""
     return product(flat(dy).t(), flat(x).t())
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
-    """Dy [.., out] summed over all dims but the last: [out]."""
+    """Return dy [.., out] summed over all dims except the last: [out]."""
     return flat(dy).sum(0)
 
 
 def flat(x: Tensor) -> Tensor:
-    """[.., f] as a matrix."""
+    """Return [.., f] as a matrix."""
     return x.reshape(-1, x.shape[-1])

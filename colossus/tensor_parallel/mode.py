@@ -1,7 +1,7 @@
-"""What a mode of tensor parallelism is: the axes it needs, and the shardings of its matmuls.
+"""A mode of tensor parallelism: the axes that it needs, and the shardings of its matmuls.
 
-A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and holds nothing but its shardings.
-No torch here: sizes and layouts are checked before any process starts.
+A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and contains nothing but its shardings. It
+imports no torch: sizes and layouts are checked before any process starts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ AxisSizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Regions:
-    """The layouts that activations have in a model, by where they are.
+    """The layouts of activations in a model, by place.
 
     Attributes:
-        whole: what a user's ``forward`` sees: all features on every rank, gradient complete.
-        residual: between blocks.
-        inner: between a column and a row linear, and inside attention.
+        whole: the layout that a user's ``forward`` sees: all features on every rank, gradient complete.
+        residual: the layout between blocks.
+        inner: the layout between a column and a row linear, and inside attention.
     """
 
     whole: Activation
@@ -37,8 +37,8 @@ class Regions:
 class MatmulSharding:
     """One way to compute ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
 
-    The layouts in which x comes and y is wanted belong to the call, not to the sharding; the moves (gather_a, reduce_c
-    and so on) follow from both.
+    The layouts of the caller's x and y belong to the call, not to the sharding; the moves (gather_a, reduce_c and so
+    on) follow from both.
 
     Attributes:
         x: layout of x in the multiplication.
@@ -53,7 +53,7 @@ class MatmulSharding:
     y: Activation
 
     def drop_trivial_axes(self, sizes: AxisSizes) -> MatmulSharding:
-        """The same without axes of one rank."""
+        """Return the same sharding without axes of one rank."""
         return MatmulSharding(
             x=self.x.drop_trivial_axes(sizes),
             weight=self.weight.drop_trivial_axes(sizes),
@@ -67,15 +67,15 @@ class TensorMode:
 
     name: str = ""
     axes: tuple[str, ...] = ()
-    #: whether this mode can split activations by tokens (the option ``sequence_sharded``)
+    #: the mode can split activations by tokens (the option ``sequence_sharded``)
     splits_tokens: bool = False
 
     @classmethod
     def axis_sizes(cls, size: int, depth: int | None = None, shape: Sequence[int] | None = None) -> dict[str, int]:
-        """Size of each axis for ``tensor.size`` ranks; ``depth`` None is the mode's own choice.
+        """Return the size of each axis for ``tensor.size`` ranks; ``depth`` None is the mode's own choice.
 
         Raises:
-            ValueError: when ``size`` does not factor as the mode needs; shows the arithmetic and near sizes.
+            ValueError: ``size`` does not factor as the mode needs; the message shows the arithmetic and near sizes.
         """
         if shape is not None:
             sizes = dict(zip(cls.axes, shape, strict=False))
@@ -91,27 +91,31 @@ class TensorMode:
 
     @classmethod
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
-        """Ranks along each axis; ``depth`` 0 is not given."""
+        """Return the ranks along each axis; ``depth`` 0 leaves it to the mode."""
         raise NotImplementedError
 
     @classmethod
     def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
-        """Layouts of the regions, given how the engine splits the model's inputs (over data and sequence axes)."""
+        """Return the layouts of the regions.
+
+        Args:
+            inputs: the layout of the model's inputs, which the engine splits over data and sequence axes.
+        """
         raise NotImplementedError
 
     @classmethod
     def batch_ways(cls, sizes: AxisSizes) -> int:
-        """What the samples of a microbatch must be a multiple of, for every region to split them evenly."""
+        """Return the number that must divide the samples of a microbatch, so that every region splits them evenly."""
         regions = cls.regions(Activation(), sequence_sharded=False)
         ways = [math.prod(sizes[axis] for axis in x.batch) for x in (regions.whole, regions.residual, regions.inner)]
         return math.lcm(*ways)
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
-        """The ways to compute a ``column`` linear (residual to inner) or a ``row`` linear (inner to residual).
+        """Return the ways to compute a ``column`` linear (residual to inner) or a ``row`` linear (inner to residual).
 
-        Of several the one that moves fewest bytes is taken (`choose_sharding.py`). A linear outside of a pair may take
-        any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the vocabulary.
+        `choose_sharding.py` takes the one that moves fewest bytes. A linear outside a pair may take one of either kind.
+        An embedding is the dgrad of a column linear: its ids are one-hot rows over the vocabulary.
         """
         raise NotImplementedError
 
@@ -121,11 +125,11 @@ def is_square(size: int) -> bool:
 
 
 def square_side(size: int, name: str) -> int:
-    """The side q with q * q == size; ``name`` is the option in the error."""
+    """Return the side q with q * q == size; ``name`` is the option in the error."""
     side = math.isqrt(size)
     if side * side != size:
         near = either(nearest_powers(size, 2))
         raise ValueError(
-            f"{name} = {size} is not a square (q x q); use {near}, or give parallel.tensor.shape for a rectangle"
+            f"{name} = {size} is not a square (q x q); use {near}, or set parallel.tensor.shape for a rectangle"
         )
     return side

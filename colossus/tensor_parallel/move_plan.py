@@ -20,7 +20,7 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class BoundMove(Protocol):
-    """A move of a tensor, which it starts; ``owned``: the tensor may be overwritten."""
+    """A move of a tensor, bound to its ranks. ``start`` starts it; ``owned``: it may overwrite the tensor."""
 
     def start(self, x: Tensor, *, owned: bool) -> Pending: ...
 
@@ -30,7 +30,7 @@ class BoundCollective:
     """One move over the ranks of a group.
 
     Attributes:
-        rows: of a fused weight, the rows of dim 0 that each output has in a rank's shard; else empty.
+        rows: for a fused weight, the rows of dim 0 that each output has in a rank's shard; else empty.
     """
 
     operation: str
@@ -43,7 +43,7 @@ class BoundCollective:
         if len(self.rows) < 2 or self.dim != 0:
             return start(self.operation, x, self.group, self.dim, self.to_dim, owned=owned)
         outputs, ranks = len(self.rows), self.group.size
-        if len(set(self.rows)) == 1:  # outputs as a dim of their own: no copy but the collective's
+        if len(set(self.rows)) == 1:  # a dim of outputs: only the collective copies
             return start(self.operation, x.unflatten(0, (outputs, -1)), self.group, 1).then(lambda y: y.flatten(0, 1))
         if self.operation == "gather":
             return start("gather", x, self.group, 0).then(lambda y: to_output_major(y, self.rows, ranks))
@@ -51,20 +51,28 @@ class BoundCollective:
 
 
 def to_output_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
-    """Rows in the order [rank, output] to [output, rank]; ``rows`` of each output on one rank. A copy."""
+    """Return rows of order [rank, output] in order [output, rank], as a copy.
+
+    Args:
+        rows: rows of each output on one rank.
+    """
     shards = [shard.split(list(rows)) for shard in x.chunk(ranks)]
     return torch.cat([shard[output] for output in range(len(rows)) for shard in shards])
 
 
 def to_rank_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
-    """Rows in the order [output, rank] to [rank, output]; ``rows`` of each output on one rank. A copy."""
+    """Return rows of order [output, rank] in order [rank, output], as a copy.
+
+    Args:
+        rows: rows of each output on one rank.
+    """
     outputs = [output.chunk(ranks) for output in x.split([count * ranks for count in rows])]
     return torch.cat([output[rank] for rank in range(ranks) for output in outputs])
 
 
 @dataclass(frozen=True)
 class MovePlan:
-    """The moves of one operand (``forward``) and of its gradient (``backward``), each in the order they run in."""
+    """The moves of one operand (``forward``) and of its gradient (``backward``), each in their order."""
 
     forward: tuple[BoundMove, ...]
     backward: tuple[BoundMove, ...]
@@ -74,7 +82,7 @@ class MovePlan:
         """Bind moves to the groups of a context.
 
         Args:
-            rows: of a fused weight, the rows that each output has in the rank's stored shard.
+            rows: for a fused weight, the rows that each output has in the rank's stored shard.
         """
         forward: list[BoundCollective] = []
         backward: list[BoundCollective] = []
@@ -93,13 +101,13 @@ class MovePlan:
 
 
 def groups_of(*plans: MovePlan) -> tuple[AxisGroup, ...]:
-    """Return the groups that the moves of several operands run over, each once."""
+    """Return the groups of the moves of several operands, each once."""
     moves = [move for plan in plans for move in (*plan.forward, *plan.backward)]
     return tuple(dict.fromkeys(move.group for move in moves if isinstance(move, BoundCollective)))
 
 
 def note_weight(groups: Sequence[AxisGroup], weight: Tensor) -> None:
-    """Tell these groups that the collectives which follow belong to products of ``weight``."""
+    """Record in these groups that the next collectives belong to products of ``weight``."""
     if not groups or torch.compiler.is_compiling():
         return
     subject = spec_of(weight).subject
@@ -108,7 +116,7 @@ def note_weight(groups: Sequence[AxisGroup], weight: Tensor) -> None:
 
 
 def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Precision) -> Pending:
-    """The rank's shard of a weight's gradient, from its share of the sum, which may be overwritten.
+    """Return the rank's shard of a weight's gradient, from its share of the sum, which may be overwritten.
 
     The sum over ranks is taken in the precision's dtype of reduction; the shard has that of ``weight.grad``.
     """
@@ -120,7 +128,7 @@ def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Pr
 
 
 def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:
-    """Make the moves, of which the last is only started. ``owned``: ``x`` may be overwritten."""
+    """Run the moves; the last one is only started. ``owned``: ``x`` may be overwritten."""
     if not moves:
         return Ready(x)
     for move in moves[:-1]:

@@ -1,7 +1,7 @@
-"""What a matmul moves, as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
+"""The traffic of a matmul as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
 
 The moves of every mode follow from its sharding, so one formula serves all; `tests/tensor_parallel/test_traffic.py`
-holds it equal to what is counted when the layers run. Elements are the nominal count of `colossus.comm.accounting`.
+compares it with the count when the layers run. Elements are the nominal count of `colossus.comm.accounting`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding
 
-#: a move over n ranks leaves a rank n ** this times as many elements as it had
+#: after a move over n ranks, a rank has n ** this times as many elements as before
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
 @dataclass(frozen=True)
 class RouteTraffic:
-    """Of one operand: of its moves in forward, and of those of its gradient in backward."""
+    """The traffic of one operand: of its moves in forward, and of those of its gradient in backward."""
 
     forward: Traffic
     backward: Traffic
 
 
 def route_traffic(source: Layout, target: Layout, elements: int, sizes: AxisSizes) -> RouteTraffic:
-    """Traffic of the moves from ``source`` to ``target`` of a tensor with ``elements`` elements in all."""
+    """Return the traffic of the moves from ``source`` to ``target`` of a tensor with ``elements`` elements in all."""
     local = elements / math.prod(source.num_shards(sizes))
     forward = backward = Traffic()
     for move in moves(source, target):
@@ -43,7 +43,7 @@ def route_traffic(source: Layout, target: Layout, elements: int, sizes: AxisSize
 
 @dataclass(frozen=True)
 class MatmulTraffic:
-    """What one linear moves for one batch, by operand."""
+    """The traffic of one linear for one batch, by operand."""
 
     x: RouteTraffic
     w: RouteTraffic
@@ -53,22 +53,22 @@ class MatmulTraffic:
         return self.x.forward + self.w.forward + self.y.forward
 
     def backward(self, *, keep: bool = False, weights: str = "matmul") -> Traffic:
-        """Of the gradients of x and w.
+        """Return the traffic of the gradients of x and w.
 
         Args:
-            keep: the gathered x is kept from forward; else it is gathered again.
+            keep: backward uses the x that forward gathered; else it gathers x again.
             weights: scope of the weight (see `GatheredWeights`); ``step`` counts one microbatch of a step.
         """
         again = (Traffic() if keep else self.x.forward) + (self.w.forward if weights == "matmul" else Traffic())
         return self.y.backward + self.x.backward + self.w.backward + again
 
     def step(self, microbatches: int, *, keep: bool = False, weights: str = "matmul") -> Traffic:
-        """Of all microbatches of a step; with scope ``step`` the weight moves once in each direction."""
-        each = self.forward() + self.backward(keep=keep, weights=weights)
+        """Return the traffic of all microbatches of a step; scope ``step`` moves the weight once in each direction."""
+        microbatch = self.forward() + self.backward(keep=keep, weights=weights)
         if weights != "step":
-            return each * microbatches
+            return microbatch * microbatches
         once = self.w.forward + self.w.backward
-        activations = Traffic(each.calls - once.calls, each.elements - once.elements)
+        activations = Traffic(microbatch.calls - once.calls, microbatch.elements - once.elements)
         return activations * microbatches + once
 
 
@@ -80,12 +80,12 @@ def matmul_traffic(
     out_features: int,
     sizes: AxisSizes,
 ) -> MatmulTraffic:
-    """Traffic of one linear for x of global ``shape`` [.., in_features] per data replica.
+    """Return the traffic of one linear for x of global ``shape`` [.., in_features] per data replica.
 
     Args:
-        source, target: layouts in which x comes and y is wanted.
+        source, target: layouts of the caller's x and y.
         shape: global, over all axes that split x.
-        out_features: of y, the sum of all outputs of a fused linear.
+        out_features: features of y, the sum of all outputs of a fused linear.
         sizes: ranks along each axis.
     """
     ndim, rows = len(shape), math.prod(shape[:-1])

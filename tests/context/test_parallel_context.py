@@ -202,7 +202,7 @@ def test_wrong_world_size_wrong_rank_and_closed() -> None:
     for rank, said in enumerate(run_ranks(2, _errors, with_context=False)):
         assert said == [
             "pipeline 1 x data 2 x sequence 1 x tensor 2 = 4, but 2 processes are running",
-            f"the context was given rank {1 - rank}, the process group says {rank}",
+            f"the context has rank {1 - rank}, the process group has rank {rank}",
             "this ParallelContext is closed",
             "this ParallelContext is closed",
         ]
@@ -214,5 +214,7 @@ def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch, port: 
     monkeypatch.delenv("MASTER_PORT", raising=False)
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)  # 0: any port that is free
-    with pytest.raises(ValueError, match=rf"rank 0 of 2 has not met the others at 127\.0\.0\.1:{port} \(MASTER_ADDR"):
+    with pytest.raises(
+        ValueError, match=rf"rank 0 of 2 did not connect to the others at 127\.0\.0\.1:{port} \(MASTER_ADDR"
+    ):
         ParallelContext(grid(data=2), 0, timeout_seconds=1.0)

@@ -143,7 +143,7 @@ def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypa
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     advice = advise_devices(examine_devices())
-    assert advice[0].startswith("CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5, of which CUDA shows 4")
+    assert advice[0].startswith("CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5, but CUDA shows 4")
     assert advice[1:] == [
         "devices differ (NVIDIA H100, NVIDIA A40): every step takes as long as the slowest takes",
         "device 0 cannot be used: CUDA error: all CUDA-capable devices are busy or unavailable",

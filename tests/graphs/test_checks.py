@@ -74,7 +74,8 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (
         12,
         {"graph": {"type": "torus", "rows": 5}},
-        "graph = 'torus' with data 12: rows = 5: 12 replicas form no grid of 5 x 2 or more; rows can be one of [2, 3, 4, 6]",
+        "graph = 'torus' with data 12: rows = 5: 12 replicas form no grid of 5 x 2 or more; rows can be one of "
+        "[2, 3, 4, 6]",
     ),
     (
         4,

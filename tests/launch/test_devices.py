@@ -38,7 +38,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
         (None, 4, ""),
         ("", 0, "CUDA_VISIBLE_DEVICES= hides all devices: unset it"),
         ("0,1", 2, "CUDA_VISIBLE_DEVICES=0,1 shows 2"),
-        ("0,1,0", 0, "names 3, of which CUDA shows 0: it stops at the first that is not there, shows none where one"),
+        ("0,1,0", 0, "names 3, but CUDA shows 0: it stops at the first missing device, shows none if one"),
     ],
 )
 def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, words: str) -> None:
@@ -57,7 +57,7 @@ def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, w
             "and a plan of as many processes\n  nearest plans that fit 1 process:\n    parallel.data=1\n"
             "  or keep the plan with more machines (--nnodes), ranks that share a device (comm.backend='gloo')",
         ),
-        (1, "0,", ["parallel.data=4"], {"dry_run": True}, "(CUDA_VISIBLE_DEVICES=0, names 2, of which CUDA shows 1: "),
+        (1, "0,", ["parallel.data=4"], {"dry_run": True}, "(CUDA_VISIBLE_DEVICES=0, names 2, but CUDA shows 1: "),
         (
             *(1, None, ["parallel.data=4"], {"nnodes": (2, 2), "rdzv_endpoint": "host:29400"}),
             "2 processes on each of 2 machines, but 1 CUDA device here: --nproc 1 is the most, and a plan of as many "

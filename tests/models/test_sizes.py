@@ -127,7 +127,7 @@ def test_operations_of_an_image(more: dict[str, Any]) -> None:
 
 
 REFUSED = [
-    (dict(head_dim=7), "model.head_dim = 7 is not a multiple of 2, of which rotary positions turn pairs"),
+    (dict(head_dim=7), "model.head_dim = 7 is not a multiple of 2, since rotary positions rotate pairs"),
     (dict(hidden_size=30, num_heads=4), "model.hidden_size = 30 is not a multiple of 2 x model.num_heads = 8 "),
     (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),
 ]

@@ -1,7 +1,7 @@
 """3D (Agarwal et al. 1995; Colossal-AI's 3D, 2105.14450): each product on an i x j x k cube.
 
 A column linear gathers x over ``j``, the weight over ``i``, and scatters y over ``k``; a row linear does the same with
-``j`` and ``k`` exchanged, so that column then row returns to the layout in which x came.
+``j`` and ``k`` exchanged, so that column then row returns to the layout of x.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ThreeD(TensorMode):
         if side**3 != size:
             raise ValueError(
                 f"3d: parallel.tensor.size = {size} is not a cube (q x q x q); use "
-                f"{either(nearest_powers(size, 3))}, or give parallel.tensor.shape for a box"
+                f"{either(nearest_powers(size, 3))}, or set parallel.tensor.shape for a box"
             )
         return side, side, side
 

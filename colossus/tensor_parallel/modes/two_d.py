@@ -1,7 +1,7 @@
 """2D (SUMMA, van de Geijn and Watts 1997; Optimus, 2104.05343): activations and weights on a row x col grid.
 
 An activation is split by batch over ``row`` and by features over ``col``. Two shardings compute the same product: one
-gathers x over ``col``, the other leaves x where it is and reduces y over ``col``. Both gather the weight over ``row``.
+gathers x over ``col``, the other does not move x and reduces y over ``col``. Both gather the weight over ``row``.
 """
 
 from __future__ import annotations
