@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from colossus import config_module  # noqa: F401  # finds config files for processes that unpickle what is of them
+from colossus import config_module  # noqa: F401  # finds config files in processes that unpickle their objects
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "parallelize", "plain"]
 
-#: with public names of their own: ``import colossus`` is enough for ``colossus.hf.save``
+#: packages with public names: ``import colossus`` is enough for ``colossus.hf.save``
 _PACKAGES = ("checkpoint", "data", "data_parallel", "engine", "hf", "inference", "layers", "server")
 
 __getattr__, __dir__ = lazy_names(

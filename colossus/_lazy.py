@@ -9,10 +9,11 @@ from typing import Any
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for ``package``: public name -> the submodule that defines it.
+    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use.
 
-    A name that starts with a dot is relative to this package's parent. The name of a submodule itself is that
-    submodule: where ``names`` has its own name for it.
+    Args:
+        names: public name -> the submodule that defines it. A submodule that starts with a dot is relative to the
+            package's parent. A name equal to its submodule is the submodule itself.
     """
 
     def getattribute(name: str) -> Any:
@@ -20,8 +21,8 @@ def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], 
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = names[name]
         path = f"{package.rpartition('.')[0]}{module}" if module.startswith(".") else f"{package}.{module}"
-        found = importlib.import_module(path)
-        value = found if module == name else getattr(found, name)
+        imported = importlib.import_module(path)
+        value = imported if module == name else getattr(imported, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -8,35 +8,35 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def round_up(value: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``value``."""
+    """Return the smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
 
 
 def divisors(value: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     return sorted({*small, *(value // n for n in small)})
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:
-    """The multiples of ``unit``, from ``unit`` on, that are nearest to ``value``: one on either side, or ``value``."""
+    """Return the positive multiples of ``unit`` nearest to ``value``: one on either side, or ``value`` itself."""
     return sorted({value // unit * unit, round_up(value, unit)} - {0}) or [unit]
 
 
 def nearest_powers(value: int, exponent: int) -> list[int]:
-    """The numbers q ** exponent, q >= 1, on either side of ``value``, which is none of them."""
+    """Return the numbers q ** exponent, q >= 1, on either side of ``value``, which is none of them."""
     root = round(value ** (1 / exponent))
     root -= root**exponent > value
     return [max(root, 1) ** exponent, (root + 1) ** exponent]
 
 
 def either(numbers: Iterable[int]) -> str:
-    """``28 or 32``."""
+    """Return numbers as ``28 or 32``."""
     return " or ".join(map(str, numbers))
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 1, 2, 3 and 60 more``."""
+    """Return ``rank 3``, ``ranks 0, 1``, or ``ranks 0, 1, 2, 3 and 60 more``."""
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
@@ -47,21 +47,21 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:
-    """``train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32``.
+    """Return a message such as ``batch = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32``.
 
     Args:
-        by: what ``unit`` is, with its number.
+        by: the meaning of ``unit``, with its number.
     """
     return f"{name} = {value} is not a multiple of {by}; nearest: {either(nearest_multiples(value, unit))}"
 
 
 def factors(sizes: Mapping[str, int]) -> str:
-    """``data 2 x pipeline 1 x tensor 4``."""
+    """Return sizes as ``data 2 x pipeline 1 x tensor 4``."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def byte_count(size: float) -> str:
-    """``517 B``, ``9.90 KB``, ``1.20 GB``: in powers of 1000, three digits."""
+    """Return a size as ``517 B``, ``9.90 KB``, ``1.20 GB``: in powers of 1000, three digits."""
     units = ["B", "KB", "MB", "GB", "TB", "PB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -74,43 +74,43 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """``80GB`` (of 1000), ``79.6GiB`` (of 1024), ``500 MB``, or a number of bytes.
+    """Return the bytes of ``80GB`` (powers of 1000), ``79.6GiB`` (powers of 1024), ``500 MB``, or a plain number.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other text.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[2]) or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise ValueError(f"{text!r} is no size of memory; write 80GB, 79.6GiB or a number of bytes")
-    unit = (_BINARY if found[3] else _UNITS)[found[2].upper()]
-    return int(float(found[1]) * unit)
+    unit = (_BINARY if match[3] else _UNITS)[match[2].upper()]
+    return int(float(match[1]) * unit)
 
 
 def parse_seconds(value: str | float) -> float:
-    """Seconds, as a number, or as text with a unit: ``90s``, ``30m``, ``1h``, ``2d``.
+    """Return the seconds of a number, or of a text with a unit: ``90s``, ``30m``, ``1h``, ``2d``.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other text.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", str(value))
-    if found is None or isinstance(value, bool) or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", str(value))
+    if match is None or isinstance(value, bool) or not float(match[1]):
         raise ValueError(f"{value!r} is no time; write 90s, 30m, 1h, 2d or a number of seconds")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def clock(seconds: float) -> str:
-    """``1:15`` of 75 seconds, ``1:02:05`` of more than an hour."""
+    """Return a duration as ``1:15`` for 75 seconds, ``1:02:05`` for more than an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Rows of a table, columns to the right but for some that are to the left."""
+def aligned(rows: Sequence[Sequence[str]], left_columns: Collection[int] = ()) -> str:
+    """Return the rows of a table as text, columns aligned right except those in ``left_columns``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
+            cell.ljust(width) if at in left_columns else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
@@ -119,16 +119,17 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """``1 step``, ``2 steps``."""
+    """Return ``1 step``, ``2 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def expert_factor(data: int, sequence: int, expert: int) -> int:
-    """How many of ``expert`` ranks that share experts are neighbours along data: the sequence axis as a whole is the
-    other factor, or, where that does not fit, none.
+    """Return how many of the ``expert`` ranks that share experts are neighbours along data.
+
+    The other factor is the whole sequence axis, or 1 where that does not divide ``expert``.
 
     Raises:
-        ValueError: where ``expert`` is neither the sequence size times a divisor of data, nor a divisor of data.
+        ValueError: ``expert`` is neither the sequence size times a divisor of data, nor a divisor of data.
     """
     if expert % sequence == 0 and data % (expert // sequence) == 0:
         return expert // sequence
@@ -137,4 +138,4 @@ def expert_factor(data: int, sequence: int, expert: int) -> int:
     divisors = {size for size in range(1, data + 1) if data % size == 0}
     whole = f" nor sequence {sequence} times one" if sequence > 1 else ""
     fits = either(sorted(divisors | {sequence * size for size in divisors}))
-    raise ValueError(f"parallel.expert = {expert} is no divisor of data {data}{whole}; use {fits}")
+    raise ValueError(f"parallel.expert = {expert} is not a divisor of data {data}{whole}; use {fits}")

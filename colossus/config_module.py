@@ -1,7 +1,7 @@
-"""The name under which a config file is a module, and how every process that a run starts imports it.
+"""The module of a config file: its name, and its import in every process that a run starts.
 
-Workers of data loaders that begin with an interpreter of their own get objects of the file's classes, by name. They are
-given `sys.path`, on which the file's folder is (`colossus.config.loading`), and find the file there.
+Workers of data loaders that begin with an interpreter of their own get objects of the file's classes, by name. They
+receive `sys.path`, which has the file's folder (`colossus.config.loading`), and find the file there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 
 _PREFIX = "colossus_config_"
 _LIBRARY = os.path.dirname(os.__file__)
-#: entries of `sys.path` that are of the standard library
+#: entries of `sys.path` that belong to the standard library
 _PYTHONS_OWN = {_LIBRARY, os.path.join(_LIBRARY, "lib-dynload")}
 
 
@@ -28,11 +28,11 @@ def module_name(file: str | os.PathLike[str]) -> str:
 
 
 def put_on_path(folder: str = ".") -> None:
-    """Let modules of a folder be imported before those of other folders, as Python lets those beside a script.
+    """Let modules of a folder be imported before those of other folders, as Python does beside a script.
 
-    The standard library comes first: a ``queue.py`` in the folder is not what libraries import by that name.
+    The standard library comes first: libraries that import ``queue`` must not get a ``queue.py`` of the folder.
     """
-    with contextlib.suppress(FileNotFoundError):  # the current folder has been removed: it has no modules
+    with contextlib.suppress(FileNotFoundError):  # a current folder that was removed has no modules
         folder = os.path.realpath(folder)
         others = [entry for entry in _without_pythons_own() if entry != folder]
         sys.path[:] = [*(entry for entry in sys.path if entry in _PYTHONS_OWN), folder, *others]
@@ -43,7 +43,7 @@ def _without_pythons_own() -> list[str]:
 
 
 class _ConfigFinder(MetaPathFinder):
-    """Finds the file of a config's module in the folders of `sys.path`, but for those of the standard library."""
+    """Finds the file of a config's module in the folders of `sys.path`, except those of the standard library."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -52,7 +52,7 @@ class _ConfigFinder(MetaPathFinder):
             return None
         for folder in _without_pythons_own():
             names: list[str] = []
-            with contextlib.suppress(OSError):  # no folder, or none that may be read
+            with contextlib.suppress(OSError):  # the folder does not exist, or may not be read
                 names = os.listdir(folder)
             files = [name for name in names if name.endswith(".py") and module_name(name) == fullname]
             if len(files) > 1:

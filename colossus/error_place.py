@@ -1,7 +1,7 @@
-"""Where in a model an error was met: which module ran, and the user's line that called what refuses.
+"""The place of an error in a model: the module that ran, and the user's line that called the refused function.
 
-Both are found after the fact, among the frames between the error and the engine: a module is the ``self`` of some
-frame. So nothing is kept, and nothing costs anything, until something fails.
+Both are found after the error, among the frames between it and the engine: a module is the ``self`` of some frame. So
+nothing is stored, and nothing costs anything, until an error occurs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 _Error = TypeVar("_Error", bound=Exception)
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
-#: outside of these frames a model is made or called as a whole, which says nothing about where in it an error was met
-_DOORS = tuple(
+#: these frames make or call a whole model, so outer frames say nothing about the place in it
+_ENTRY_FILES = tuple(
     _PACKAGE + file.replace("/", os.sep)
     for file in (
         "construct/build_model.py",
@@ -41,12 +41,12 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def name_modules_of(model: Any) -> None:
-    """From now on errors name the modules of this model by their names in it."""
+    """Let later errors name the modules of this model by their names in it."""
     _models.add(model)
 
 
 def located_error(text: str, kind: type[_Error] = ValueError) -> _Error:  # type: ignore[assignment]
-    """The error to raise for ``text``; a second line says where in the user's model it is, if it is in one.
+    """Return the error to raise for ``text``; a second line names its place in the user's model, if it is in one.
 
     ``(in blocks.3.mlp (MyMLP), at model.py:41: h = self.up(x)[:, 0])``
     """
@@ -55,7 +55,7 @@ def located_error(text: str, kind: type[_Error] = ValueError) -> _Error:  # type
 
 
 def add_place(error: BaseException) -> None:
-    """Note on an error that passes the engine where in the model it was met; a `located_error` says so already."""
+    """Add a note with the place in the model to an error that passes the engine; a `located_error` has it already."""
     trace = error.__traceback__
     place = _place(reversed(list(traceback.walk_tb(trace)))) if isinstance(error, Exception) else ""
     if place and place not in "\n".join([str(error), *getattr(error, "__notes__", ())]):
@@ -63,14 +63,14 @@ def add_place(error: BaseException) -> None:
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Where in a model frames, innermost first, are; empty for none, and rather than to fail over another failure."""
+    """Return the place in a model of frames, innermost first; empty for none, and where another error would occur."""
     modules: list[Any] = []
     line = ""
     try:
         module_type = getattr(sys.modules.get("torch.nn"), "Module", ())
         for frame, number in frames:
             file = frame.f_code.co_filename
-            if file in _DOORS:
+            if file in _ENTRY_FILES:
                 break
             if not line and is_users(file):
                 source = linecache.getline(file, number).strip()[:_MAX_SOURCE]
@@ -85,11 +85,11 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _name(modules: list[Any]) -> str:
-    """Of the innermost of the modules that ran that has a name: in a model that was built, else in the outermost."""
+    """Return the name of the innermost module that has one: in a model that was built, else in the outermost module."""
     for module in modules:
         for root in (*_models, modules[-1]):
-            for name, each in root.named_modules() if "_modules" in vars(root) else ():
-                if each is module:
+            for name, part in root.named_modules() if "_modules" in vars(root) else ():
+                if part is module:
                     return f"{name} ({type(module).__name__})" if name else type(module).__name__
     return ""
 

@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory, its network interfaces and addresses. No torch."""
+"""The resources of this machine: cores, memory, its network interfaces and addresses. No torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-#: errors of a disk without room, or where a quota is used up
+#: errors of a disk without room, or of a quota that is used up
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: bytes: a disk with less is full
 LITTLE_ROOM = 1 << 20
-#: a limit of open files below this one is met by usual plans
+#: usual plans reach a lower limit of open files
 FEW_OPEN_FILES = 1024
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
@@ -28,7 +28,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores this process may use: CPU affinity and a container's CPU quota both limit them."""
+    """Return the cores that this process may use: CPU affinity and a container's CPU quota both limit them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
@@ -38,12 +38,12 @@ def usable_cores() -> int:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Compute threads of each of the ranks that share this machine, at least one."""
+    """Return the compute threads of each of the ranks that share this machine, at least one."""
     return max(1, usable_cores() // max(1, local_ranks))
 
 
 def processor_name() -> str:
-    """Of this machine's processor, as it calls itself."""
+    """Return the name of this machine's processor."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -51,13 +51,13 @@ def processor_name() -> str:
 
 
 def loopback_interface() -> str | None:
-    """Name of the loopback interface (``lo`` on Linux, ``lo0`` on macOS), None when there is none."""
+    """Return the name of the loopback interface (``lo`` on Linux, ``lo0`` on macOS), None when there is none."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def host_id() -> str:
-    """The same for processes of one host: its name, its boot, and where there are such the network namespace."""
+    """Return a text that all processes of one host share: its name, its boot, and its network namespace if known."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -67,7 +67,7 @@ def host_id() -> str:
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of a network interface, None when it has none (or the system is not Linux)."""
+    """Return the IPv4 address of a network interface, None without one (or if the system is not Linux)."""
     if sys.platform != "linux":
         return None
     try:
@@ -79,17 +79,17 @@ def interface_address(name: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has this IPv4 address, None when no interface has it as its first."""
+    """Return the name of the interface that has this IPv4 address, None when no interface has it as its first."""
     return next((name for _, name in socket.if_nameindex() if interface_address(name) == address), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine can reach this address."""
+    """Return whether no other machine can reach this address."""
     return address.startswith("127.") or address == "::1"
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which it reaches ``host``, None when there is no way to it."""
+    """Return the address of this machine from which it reaches ``host``, None without a route to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -100,8 +100,10 @@ def address_towards(host: str) -> str | None:
 
 
 def own_address() -> str:
-    """The address of this machine for the other hosts of a run: that of gloo's interface where it is set, else that
-    from which the first rank's host (MASTER_ADDR) is reached, else the loopback's.
+    """Return the address of this machine for the other hosts of a run.
+
+    It is that of gloo's interface where it is set, else that from which the first rank's host (MASTER_ADDR) is reached,
+    else the loopback's.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     own = interface_address(interface) if interface else None
@@ -109,18 +111,18 @@ def own_address() -> str:
 
 
 def address_among(own: str, others: Iterable[str]) -> str:
-    """The address at which machines with the addresses ``others`` reach this one.
+    """Return the address at which machines with the addresses ``others`` reach this one.
 
-    It is ``own`` unless that is the loopback's and one of theirs is not: a machine's own name, by which it has found
-    its address, often means 127.0.1.1 on it (Debian's /etc/hosts).
+    It is ``own`` unless that is the loopback's and one of theirs is not: a machine's own name, from which ``own`` may
+    come, often means 127.0.1.1 there (Debian's /etc/hosts).
     """
     if not is_loopback(own):
         return own
-    return next((found for other in others if not is_loopback(other) and (found := address_towards(other))), own)
+    return next((address for other in others if not is_loopback(other) and (address := address_towards(other))), own)
 
 
 def is_reachable(address: str) -> bool:
-    """Return whether this machine reaches one of its own addresses: not where the loopback interface is down."""
+    """Return whether this machine reaches one of its own addresses; it does not if the loopback interface is down."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as listener, socket.socket(family) as probe:
         listener.bind((address, 0))
@@ -132,26 +134,29 @@ def is_reachable(address: str) -> bool:
 
 
 def open_files() -> int | None:
-    """Return how many files a process may have open; None without a limit."""
+    """Return how many files a process may open; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_files() -> None:
-    """Let this process, and those that it starts, open as many files as they are allowed: each connection is one."""
+    """Raise this process's limit of open files to the highest allowed, since each connection is one."""
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process has held so far."""
+    """Return the most memory of this process so far in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def memory_bytes() -> tuple[int, int | None]:
-    """Memory this process may use in total, and what is free now if known; a container's limit counts."""
+    """Return the memory that this process may use in total, and the free memory if known.
+
+    A container's limit counts.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = None
     with contextlib.suppress(OSError):
@@ -161,9 +166,9 @@ def memory_bytes() -> tuple[int, int | None]:
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CGROUP / "memory.max").read_text())
         total = min(total, limit)
-        counted = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # what the kernel keeps of files and would give back first is not in use, as Kubernetes counts
-        used = int((_CGROUP / "memory.current").read_text()) - int(counted["inactive_file"])
-        left = max(limit - used, 0)
-        available = left if available is None else min(available, left)
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # the file cache that the kernel frees first is not in use, as Kubernetes counts
+        used = int((_CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])
+        unused = max(limit - used, 0)
+        available = unused if available is None else min(available, unused)
     return total, available

@@ -1,7 +1,7 @@
-"""Walking nests: mappings, lists and tuples of anything, as batches and the outputs of models are.
+"""Walks over nests: mappings, lists and tuples of anything, as batches and the outputs of models are.
 
-torch's pytree is the tool where the structure itself is sent or where torch calls us with it. It takes mappings and
-lists of a user's own class (the BatchEncoding of transformers, say) for leaves, so batches are walked here.
+torch's pytree serves where the structure itself is sent or where torch calls us with it. It takes mappings and lists of
+a user's own class (the BatchEncoding of transformers, say) as leaves, so batches are walked here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
-    """The same nest with ``fn`` of each leaf. Mappings become dicts, named tuples stay what they are.
+    """Return the same nest with ``fn`` of each leaf. Mappings become dicts, named tuples stay named tuples.
 
     Args:
-        is_leaf: of a container: whether to hand it to ``fn`` as it is.
+        is_leaf: returns whether to pass a container to ``fn`` as a leaf.
     """
     if not isinstance(nest, Mapping | list | tuple) or is_leaf(nest):
         return fn(nest)
@@ -30,7 +30,7 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any, is_leaf: Callable[[Any], boo
 
 
 def leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with the path that leads to it, as one would write it: ``path['inputs'][0]``."""
+    """Yield every leaf with the path that leads to it, in Python's notation: ``path['inputs'][0]``."""
     if isinstance(nest, Mapping):
         for key, value in nest.items():
             yield from leaves(value, f"{path}[{key!r}]")
@@ -42,7 +42,7 @@ def leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nest with the path that leads to it."""
+    """Return an iterator over every tensor of a nest with the path that leads to it."""
     return ((where, leaf) for where, leaf in leaves(nest, path) if isinstance(leaf, Tensor))
 
 

@@ -11,13 +11,13 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """That a picture can be drawn into this file.
+    """Raise ValueError unless a picture can be drawn into this file.
 
     Raises:
-        ValueError: when the file's ending is none of `FORMATS`, its folder is not there, or matplotlib is not.
+        ValueError: the file's ending is none of `FORMATS`, its folder does not exist, or matplotlib is missing.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: the picture ends with {', '.join(FORMATS)}")
+        raise ValueError(f"{path}: the name of a picture ends with {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -25,5 +25,5 @@ def check_picture(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure of this size in inches, that needs no display."""
+    """Return a matplotlib figure of this size in inches that needs no display."""
     return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")

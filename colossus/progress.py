@@ -1,4 +1,4 @@
-"""How far something slow has come, for who waits for it."""
+"""The progress of slow work, for its user."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def progress(text: str) -> None:
-    """One line on stderr that the next one overwrites; silent when stderr is not a terminal."""
+    """Print one line on stderr that the next one overwrites; print nothing when stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Processes that run a module of this very colossus, whatever lies in the current folder.
+"""Processes that run a module of this very colossus, whatever is in the current folder.
 
 ``python -m`` would search the current folder before the standard library: a ``queue.py`` there, or a clone in a folder
-``colossus``, would be taken for Python's own module, or for this package. So this file is run by its path, by an
-interpreter that leaves the current folder out. Data loader workers of such a process that begin with an interpreter of
-their own run it, too, before they are given anything.
+``colossus``, would replace Python's own module, or this package. So this file is run by its path, by an interpreter
+that leaves the current folder out. Data loader workers of such a process that begin with an interpreter of their own
+also run it first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys of random numbers, and the global generators of this process. Importing it loads no torch.
 
-`hash_key` makes one key of anything that can be printed; `seed_words` many at once, of integers alone: for samples.
+`hash_key` makes one key from printable parts; `seed_words` makes many at once from integers, for samples.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ DATA_KEY = 0x64617461  # "data": keeps the words apart from other users of numpy
 
 
 def hash_key(*parts: object) -> int:
-    """A 63-bit key that depends on the type and text of every part and on their order."""
+    """Return a 63-bit key that depends on the type and text of every part and on their order."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_words(seed: int, key: Sequence[int], count: int) -> np.ndarray:
-    """``[count]`` uint64 words, a pure function of ``seed`` and ``key``; the first ones do not depend on ``count``.
+    """Return ``[count]`` uint64 words, a pure function of ``seed`` and ``key``; the first do not depend on ``count``.
 
     Raises:
         ValueError: a negative seed.
@@ -36,7 +36,7 @@ def seed_words(seed: int, key: Sequence[int], count: int) -> np.ndarray:
 
 
 def derive_seeds(seed: int, key: Sequence[int], count: int = 1) -> list[int]:
-    """``count`` 63-bit seeds, a pure function of ``seed`` and ``key``, for what is seeded by its place in the data."""
+    """Return ``count`` 63-bit seeds, a pure function of ``seed`` and ``key``, for places in the data."""
     seeds: list[int] = (seed_words(seed, (1, *key), count) >> np.uint64(1)).tolist()
     return seeds
 
@@ -47,7 +47,7 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed = {seed} is negative; train.seed must be 0 or more")
 
 
-#: of torch's generators on each device, then of Python's and numpy's (None where these are left alone)
+#: states of torch's generators on each device, then of Python's and numpy's (None if they are not part of it)
 RngState = tuple[list["torch.Tensor"], Any, Any]
 
 
@@ -55,8 +55,8 @@ class GlobalRng:
     """The global generators of this process: those that code draws from without naming one.
 
     Args:
-        devices: whose torch generators; those of other devices are left alone.
-        torch_only: leave Python's `random` and numpy's legacy generator alone.
+        devices: the devices whose torch generators are part of it.
+        torch_only: exclude Python's `random` and numpy's legacy generator.
     """
 
     def __init__(self, devices: Sequence[torch.device | str] = ("cpu",), *, torch_only: bool = False) -> None:
@@ -76,7 +76,7 @@ class GlobalRng:
             np.random.set_state(of_numpy)
 
     def seed(self, seed: int, for_program: int | None = None) -> None:
-        """Start from ``seed``; Python's and numpy's generators from ``for_program``, if that is given."""
+        """Start from ``seed``; Python's and numpy's generators from ``for_program`` if it is not None."""
         for device in self.devices:
             _torch_generator(device).manual_seed(seed)
         if not self.torch_only:
@@ -86,7 +86,7 @@ class GlobalRng:
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Put the states back at the end. Inside, start from ``seed`` (None: from the states as they are)."""
+        """Restore the states at the end. Inside, start from ``seed`` (None: from the current states)."""
         state = self.get_state()
         try:
             if seed is not None:
@@ -98,9 +98,9 @@ class GlobalRng:
 
 @contextmanager
 def drawing_aside(name: str, number: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers inside from streams of their own, which depend on where the generators are and on the name.
+    """Draw random numbers inside the context from separate streams, keyed by the generators' seeds and the name.
 
-    Outside nothing is drawn: the generators go on as if there had been no inside.
+    The generators are afterwards as if nothing had been drawn inside.
     """
     rng = GlobalRng(("cpu",) if device.type == "cpu" else ("cpu", device))
     state = rng.get_state()
@@ -122,5 +122,5 @@ def _torch_generator(device: torch.device | str) -> torch.Generator:
     return torch.default_generator
 
 
-#: all that a process has on the CPU; an accelerator's generators are left alone
+#: all generators of a process on the CPU, without those of accelerators
 GLOBAL_RNG = GlobalRng()

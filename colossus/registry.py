@@ -1,8 +1,8 @@
-"""Name -> class tables. Whatever a config file can name is looked up here.
+"""Name -> class tables, in which all names of config files are looked up.
 
-Entries are classes registered with the decorator, built-in ones declared as ``"package.module:attribute"`` and imported
-on first use, so that listing names costs no import of torch, and what the modules of ``package`` register. A config may
-write ``"package.module:attribute"`` in the place of a name, too.
+Entries are classes registered with the decorator; built-in ones declared as ``"package.module:attribute"`` and imported
+on first use, so that listing names imports no torch; and the classes that the modules of ``package`` register. A config
+may also write ``"package.module:attribute"`` in place of a name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from colossus.import_path import imported, is_path
 T = TypeVar("T")
 
 
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name closest in spelling to ``name``, or None when nothing is close."""
-    folded = {candidate.lower(): candidate for candidate in reversed(known)}
+def nearest(name: str, names: list[str]) -> str | None:
+    """Return the name closest in spelling to ``name``, or None when none is close."""
+    folded = {candidate.lower(): candidate for candidate in reversed(names)}
     match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
     return folded[match[0]] if match else None
 
@@ -36,10 +36,13 @@ class Registry:
         package: str | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> None:
-        """Args:
-        builtin: name -> ``"package.module:attribute"``.
-        package: whose modules register classes.
-        refused: names that people know from elsewhere -> why there is none, and what to take.
+        """Make a table.
+
+        Args:
+            kind: the kind of its entries, for messages.
+            builtin: name -> ``"package.module:attribute"``.
+            package: the package whose modules register classes.
+            refused: names that people expect -> why there is no such entry, and the alternative.
         """
         self.kind = kind
         self.refused = dict(refused or {})
@@ -48,20 +51,20 @@ class Registry:
         self._entries: dict[str, Any] = {}
 
     def register(self, name: str | None = None) -> Callable[[T], T]:
-        """Decorator: ``@MODELS.register()`` uses the class name, ``@MODELS.register("gpt")`` the one given.
+        """Return a decorator: ``@MODELS.register()`` uses the class name, ``@MODELS.register("gpt")`` another one.
 
         Raises:
-            ValueError: when another class already has the name.
+            ValueError: another class already has the name.
         """
 
         def add(entry: T) -> T:
             key = name if name is not None else getattr(entry, "__name__", None)
             if not isinstance(key, str):
                 raise ValueError(f"a {self.kind} needs a name: use register('name')")
-            held = _home(self._entries[key]) if key in self._entries else self._builtin.get(key)
-            if held not in (None, _home(entry)):
+            registered = _home(self._entries[key]) if key in self._entries else self._builtin.get(key)
+            if registered not in (None, _home(entry)):
                 raise ValueError(
-                    f"{self.kind} {key!r} is {held} already: register {_home(entry)} under another name, "
+                    f"{self.kind} {key!r} is already {registered}: register {_home(entry)} under another name, "
                     f"register('other_name')"
                 )
             self._entries[key] = entry
@@ -70,7 +73,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Every known name, sorted; imports no built-in class."""
+        """Return every name, sorted; no built-in class is imported."""
         self._scan()
         return sorted(set(self._builtin) | set(self._entries))
 
@@ -79,10 +82,10 @@ class Registry:
         return name in self._entries or name in self._builtin
 
     def get(self, name: str) -> Any:
-        """The class of that name, or what a ``"package.module:attribute"`` names.
+        """Return the class of a name, or of a ``"package.module:attribute"``.
 
         Raises:
-            ValueError: when no such name exists; names the nearest one and lists all.
+            ValueError: there is no such name; the message has the nearest one and lists all.
         """
         if is_path(name):
             return imported(name)
@@ -94,20 +97,20 @@ class Registry:
         return self._entries[name]
 
     def missing(self, name: str) -> str:
-        """The message for a name that is not registered."""
+        """Return the message for a name that is not registered."""
         if name in self.refused:
             return f"no {self.kind} named {name!r}: {self.refused[name]}"
-        known = self.names()
-        close, parts = nearest(name, known), name.split(".")
+        names = self.names()
+        close, parts = nearest(name, names), name.split(".")
         if len(parts) > 1 and all(map(str.isidentifier, parts)):
             close = ":".join(name.rsplit(".", 1))
         hint = f" Did you mean {close!r}?" if close else ""
-        return f"no {self.kind} named {name!r}.{hint} Known: {', '.join(known) or 'none'}."
+        return f"no {self.kind} named {name!r}.{hint} Known: {', '.join(names) or 'none'}."
 
     def build(self, spec: Mapping[str, Any] | Callable[..., Any], /, **extra: Any) -> Any:
         """Build from ``dict(type="Name", **kwargs)`` or from a callable; ``extra`` are further arguments.
 
-        ``type`` may be a name, as `get` takes it, or a callable.
+        ``type`` may be a name, see `get`, or a callable.
         """
         if callable(spec):
             return spec(**extra)
@@ -163,9 +166,9 @@ HF_FAMILIES = Registry(
         "vit": "colossus.hf.families:ViT",
     },
 )
-#: folders of weights that are no checkpoints of ours, by what tells them
+#: formats of folders with weights that are no checkpoints of ours; each recognises its folders
 WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_source:HuggingFace"})
-#: what `colossus checkpoint convert --to` writes
+#: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
     {
@@ -173,7 +176,7 @@ WEIGHT_WRITERS = Registry(
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )
-#: what orders plans where no torch is at hand: config -> (a plan of it -> seconds of a step at least)
+#: order plans without torch: config -> (a plan of it -> a lower bound of the seconds of a step)
 PLAN_COSTS = Registry("cost of plans", {"least_seconds": "colossus.planner.lower_bounds:least_seconds"})
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
@@ -194,7 +197,7 @@ DATASETS = Registry(
         "TokenFile": "colossus.data.tokens:TokenFile",
     },
 )
-#: those of torch that compute each element from this element alone, so that they are the same on a part of a parameter
+#: torch's optimizers that update each element by itself, so that they work on a part of a parameter
 TORCH_OPTIMIZERS = (
     "AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD",
 )  # fmt: skip
@@ -202,16 +205,16 @@ OPTIMIZERS = Registry(
     "optimizer",
     {
         **{name: f"torch.optim.{name.lower()}:{name}" for name in TORCH_OPTIMIZERS},
-        # of whole parameters
+        # optimizers of whole parameters
         "Adafactor": "colossus.optim.adafactor:Adafactor",
         "LAMB": "colossus.optim.trust_ratio:LAMB",
         "LARS": "colossus.optim.trust_ratio:LARS",
         "Muon": "colossus.optim.muon:Muon",
     },
     refused={
-        "LBFGS": "it evaluates the loss again within a step, which a step of many ranks does once; take AdamW",
-        "SparseAdam": "it is for sparse gradients alone; give the tables theirs, "
-        "optimizer.tables = dict(type='SparseAdam'), and the other parameters AdamW",
+        "LBFGS": "it evaluates the loss several times in a step, but a step of many ranks does so once; use AdamW",
+        "SparseAdam": "it takes only sparse gradients; set optimizer.tables = dict(type='SparseAdam') for the tables, "
+        "and AdamW for the other parameters",
     },
 )
 #: rules of tables with sparse gradients, each with its options
@@ -235,7 +238,7 @@ _TORCH_LR_SCHEDULES = (
 LR_SCHEDULES = Registry(
     "learning-rate schedule",
     {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES},
-    refused={name: f"torch's is taken by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES},
+    refused={name: f"use torch's by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES},
 )
 SCHEDULES = Registry(
     "schedule",
@@ -263,7 +266,7 @@ STRATEGIES = Registry(
         "zero": "colossus.data_parallel.zero.zero:Zero",
     },
 )
-#: of the strategies that have any: what their options may be, and whether they fit the plan
+#: options of strategies, with the check that they fit the plan
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {

@@ -93,7 +93,7 @@ PATHS = {
     "broken_for_test:f": "importing broken_for_test raised RuntimeError: no luck",
     "needing_for_test:f": "needing_for_test cannot be imported: No module named 'nowhere_for_test'",
     "math:pi": "is of type float, which cannot be called",
-    "math:": "is no 'package.module:attribute'",
+    "math:": "must be 'package.module:attribute'",
 }
 
 

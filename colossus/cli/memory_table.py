@@ -24,7 +24,7 @@ MEANINGS = {
 def kind_table(rank: RankMemory) -> str:
     """Return a table with a line for each kind of a rank's memory, and the total."""
     rows = [(kind, byte_count(abs(size)), MEANINGS[kind]) for kind, size in rank.kinds.items() if size]
-    return aligned([*rows, ("total", byte_count(rank.total), "")], left=(0, 2))
+    return aligned([*rows, ("total", byte_count(rank.total), "")], left_columns=(0, 2))
 
 
 def stage_table(ranks: Sequence[RankMemory]) -> str:

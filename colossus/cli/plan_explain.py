@@ -91,7 +91,8 @@ def host_rows(grid: RankGrid, hosts: int) -> str:
         table.append([str(host), _range(first, last), *_coordinates(grid, first, ranks, names)])
     more = f"\n  ({hosts - _MOST_HOSTS} more hosts)" if hosts > _MOST_HOSTS else ""
     return (
-        f"hosts       {hosts} of {counted(ranks, 'rank')}\n{textwrap.indent(aligned(rows, left=(0, 2)), '  ')}\n\n"
+        f"hosts       {hosts} of {counted(ranks, 'rank')}\n"
+        f"{textwrap.indent(aligned(rows, left_columns=(0, 2)), '  ')}\n\n"
         f"{textwrap.indent(aligned(table), '  ')}{more}"
     )
 

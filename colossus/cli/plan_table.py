@@ -127,7 +127,7 @@ def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> 
 def part_rows(plan: PlanEstimate) -> str:
     """Return a table of the parts of a step, for the rank that is busy longest."""
     rows = [(part, seconds_text(taken), _percent(taken / plan.seconds)) for part, taken in plan.parts.items() if taken]
-    table = aligned([*rows, ("total", seconds_text(plan.seconds), "")], left=(0,))
+    table = aligned([*rows, ("total", seconds_text(plan.seconds), "")], left_columns=(0,))
     return f"a step      on the rank that is busy longest\n{textwrap.indent(table, '  ')}"
 
 
@@ -138,7 +138,7 @@ def axis_rows(plan: PlanEstimate) -> str:
         (axis, byte_count(cost.bytes), seconds_text(cost.seconds), seconds_text(cost.exposed))
         for axis, cost in plan.axes.items()
     ]
-    return f"sent        by a rank in a step\n{textwrap.indent(aligned(rows, left=(0,)), '  ')}"
+    return f"sent        by a rank in a step\n{textwrap.indent(aligned(rows, left_columns=(0,)), '  ')}"
 
 
 def launch_lines(question: Question, plan: PlanEstimate, width: int) -> str:

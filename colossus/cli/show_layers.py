@@ -68,14 +68,14 @@ def render_layers(config: Config) -> str:
         head += f"\nwhole       {byte_count(nbytes)} of {byte_count(total)} of weights, {share}"
     if conversion.note:
         head += f"\nnote        {conversion.note}"
-    parts = [head, aligned([_HEADER, *_folded(rows)], left=(0, 1, 2, 3)), _NOTE]
+    parts = [head, aligned([_HEADER, *_folded(rows)], left_columns=(0, 1, 2, 3)), _NOTE]
     if conversion.shared:
         shared = _folded([(", ".join(names),) for names in conversion.shared])
         parts.append("one input   " + "\n            ".join(names for (names,) in shared))
     if reasons:
-        parts.append(aligned(_folded(reasons), left=(0, 1)))
+        parts.append(aligned(_folded(reasons), left_columns=(0, 1)))
     if whole:
-        parts.append(aligned([_WHOLE_HEADER, *_largest(whole)], left=(0, 1, 3)))
+        parts.append(aligned([_WHOLE_HEADER, *_largest(whole)], left_columns=(0, 1, 3)))
     return "\n\n".join(parts)
 
 

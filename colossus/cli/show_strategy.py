@@ -48,7 +48,7 @@ def render_strategy(config: Config) -> str:
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
     head = f"strategy    {name}{promise and f' ({promise})'}\nplan        {describe_plan(config)}"
-    return "\n\n".join([head, aligned([_HEADER, *rows], left=(0, 1, 5)), *([_NOTE] if tables.tables else [])])
+    return "\n\n".join([head, aligned([_HEADER, *rows], left_columns=(0, 1, 5)), *([_NOTE] if tables.tables else [])])
 
 
 def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, int]]]:

@@ -182,7 +182,7 @@ def _collective_rows(tables_of_size: list[CollectiveTable]) -> str:
     links = [table.link() for table in tables_of_size]
     rows.append(["latency", *(_time(link.latency) for link in links)])
     rows.append(["bandwidth", *(f"{link.bandwidth / 1e9:.2f} GB/s" for link in links)])
-    return aligned(rows, left=[0])
+    return aligned(rows, left_columns=[0])
 
 
 def _rate(flops_per_second: float) -> str:

@@ -192,7 +192,7 @@ def _describe(
         row(layer[0], [name for name in layers if layers[name] == layer], {"lr_scale": round(layer[1], 6)})
     if problems:
         raise ConfigError(problems)
-    return aligned(rows, left=(0, 3)).splitlines()
+    return aligned(rows, left_columns=(0, 3)).splitlines()
 
 
 def _met_nothing(pattern: str, names: Mapping[str, Sequence[str]]) -> str:

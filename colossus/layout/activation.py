@@ -15,11 +15,14 @@ from colossus.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Activation:
-    """The layout of an activation by roles: `at` gives the `Layout` for a number of dims.
+    """The layout of an activation by roles; `at` returns the `Layout` for a number of dims.
 
     Args:
-        batch: axes that `Shard` the samples, outermost first; so for ``tokens`` and ``features``.
-        partial: as of `Layout`; so ``grad_partial``.
+        batch: axes that `Shard` the samples, outermost first.
+        tokens: axes that `Shard` the tokens, outermost first.
+        features: axes that `Shard` the features, outermost first.
+        partial: see `Layout`.
+        grad_partial: see `Layout`.
     """
 
     batch: tuple[str, ...] = ()
@@ -29,21 +32,21 @@ class Activation:
     grad_partial: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        if self is other:  # as mostly: layers compare the layouts of one context at each call
+        if self is other:  # the usual case: layers compare the layouts of one context at each call
             return True
         return type(other) is Activation and vars(self) == vars(other)
 
     def at(self, ndim: int) -> Layout:
-        """The layout of a tensor with ``ndim`` dims (at least one)."""
+        """Return the layout of a tensor with ``ndim`` dims (at least one)."""
         return _layout(self, ndim)
 
     def drop_trivial_axes(self, sizes: Mapping[str, int]) -> Activation:
-        """Without axes of one rank."""
-        kept = (tuple(a for a in axes if sizes[a] > 1) for axes in astuple(self))
-        return Activation(*kept)
+        """Return the layout without axes of one rank."""
+        roles = (tuple(a for a in axes if sizes[a] > 1) for axes in astuple(self))
+        return Activation(*roles)
 
     def rows(self) -> Activation:
-        """The sharding of batch and tokens alone, of a tensor without features (labels, a mask)."""
+        """Return only the sharding of batch and tokens, for a tensor without features (labels, a mask)."""
         return Activation(batch=self.batch, tokens=self.tokens)
 
     @property
@@ -76,10 +79,10 @@ def _layout(activation: Activation, ndim: int) -> Layout:
 
 
 def gradient_axes(parameter: Layout, *uses: Layout | Activation) -> tuple[str, ...]:
-    """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
+    """Return the axes over which a parameter's local gradient is a partial sum, for the activations that it meets.
 
     The gradient sums over everything that the activations are sharded or partial over. Along an axis that shards the
-    parameter itself the rank's gradient is complete: other ranks hold other rows or columns.
+    parameter itself, the rank's gradient is complete: other ranks have other rows or columns.
     """
     axes: list[str] = []
     for use in uses:

@@ -3,9 +3,9 @@
 Per axis a tensor has one of four placements, by their names in torch's DTensor and Meta's spmd_types:
 
 * `Shard` (``dims``): a dim is split over the axis;
-* `Partial` (``partial``): the value is the sum over the axis of what the ranks hold;
-* `Replicate` (``grad_partial``): all ranks hold the value, and its gradient is `Partial`: the sum of theirs;
-* `Invariant` (an axis not named at all): all ranks hold the value and its complete gradient.
+* `Partial` (``partial``): the value is the sum of the ranks' values over the axis;
+* `Replicate` (``grad_partial``): all ranks have the value, and its gradient is `Partial`: the sum of theirs;
+* `Invariant` (an axis not named at all): all ranks have the value and its complete gradient.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Layout:
     Args:
         dims: for each tensor dim the axes that `Shard` it, outermost first; order matters.
         partial: axes over which the value is `Partial`.
-        grad_partial: axes over which the value is `Replicate`: of its gradient the ranks have addends.
-        stored: axes over which the rows (dim 0) of what a rank has by ``dims`` are cut further, for storage only: its
+        grad_partial: axes over which the value is `Replicate`: each rank has an addend of its gradient.
+        stored: axes over which the rows (dim 0) of a rank's shard by ``dims`` are cut further, for storage only: its
             ranks compute with all of them (ZeRO).
 
     Raises:
-        ValueError: when an axis is named twice.
+        ValueError: an axis is named twice.
     """
 
     dims: Dims
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
-        """The same on all ranks."""
+        """Return the layout of a tensor that is the same on all ranks."""
         return cls(((),) * ndim)
 
     @cached_property
@@ -66,7 +66,7 @@ class Layout:
         return replace(self, stored=())
 
     def drop_trivial_axes(self, sizes: Mapping[str, int]) -> Layout:
-        """Without axes of one rank."""
+        """Return the layout without axes of one rank."""
 
         def keep(axes: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if sizes[axis] > 1)
@@ -77,11 +77,11 @@ class Layout:
     # -- boxes --------------------------------------------------------------------------------------------
 
     def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Into how many shards each dim is split for compute."""
+        """Return the number of shards into which each dim is split for compute."""
         return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
 
     def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the buffer a rank holds, from the full shape: ceil(dim / shards).
+        """Return the shape of a rank's buffer, from the full shape: ceil(dim / shards).
 
         The boxes of the last ranks may fill less of it, or nothing.
         """
@@ -92,9 +92,10 @@ class Layout:
         return tuple(chunk)
 
     def box(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Box:
-        """The box of the full tensor held at coordinates ``at``: (start, stop) of every dim. It may be small or empty.
+        """Return the box of the full tensor at coordinates ``at``: (start, stop) of every dim.
 
-        Boxes at different coordinates are the same or disjoint, and together they cover the tensor.
+        It may be small or empty. Boxes at different coordinates are the same or disjoint, and together they cover the
+        tensor.
         """
         if self.stored:
             (start, stop), *others = self.computed.box(shape, sizes, at)
@@ -128,7 +129,7 @@ class Layout:
 
 
 def _index(axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-    """Which shard along several axes, the first outermost."""
+    """Return the index of a shard along several axes, the first outermost."""
     index = 0
     for axis in axes:
         index = index * sizes[axis] + at[axis]

@@ -12,7 +12,7 @@ from colossus.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Move:
-    """One conjugate collective: names as in `colossus.comm.conjugate`. ``to_dim`` only for all_to_all."""
+    """One conjugate collective, with the names of `colossus.comm.conjugate`. Only all_to_all has a ``to_dim``."""
 
     forward: str
     backward: str
@@ -34,15 +34,14 @@ def _common_prefix(a: tuple[str, ...], b: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """Moves from ``source`` to ``target``, in order; what leaves a dim goes first, what shards one goes last.
+    """Return the moves from ``source`` to ``target``: axes leave dims first, and shard dims last.
 
     Raises:
-        ValueError: when the number of dims differs, or for the two changes that have no
-            meaning: a value whose gradient is partial cannot become one whose gradient is complete without a
-            reduction, and a value does not become a partial sum.
+        ValueError: the number of dims differs, or the change has no meaning: a value whose gradient is partial cannot
+            become one whose gradient is complete without a reduction, and a value cannot become a partial sum.
     """
     if len(source.dims) != len(target.dims):
-        raise located_error(f"cannot go from {source} to {target}: the number of dims differs")
+        raise located_error(f"cannot move from {source} to {target}: the number of dims differs")
     dims = [list(axes) for axes in source.dims]
     partial, grad_partial = set(source.partial), set(source.grad_partial)
     out: list[Move] = []
@@ -50,7 +49,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     target_dim = {axis: index for index, axes in enumerate(target.dims) for axis in axes}
 
     def exchange() -> None:
-        """All-to-all over an axis that is innermost in its dim and next in order in the dim where it must go."""
+        """Add an all-to-all over each axis that is innermost in its dim and next in order in its target dim."""
         for index, axes in enumerate(dims):
             while len(axes) > _common_prefix(tuple(axes), target.dims[index]):
                 axis, to_dim = axes[-1], target_dim.get(axes[-1])
@@ -63,7 +62,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
                 dims[to_dim].append(axis)
 
     def gather(leaving: Callable[[str], bool]) -> None:
-        """Gather over axes that the target does not shard, or not in this order."""
+        """Add a gather over axes that the target does not shard, or not in this order."""
         for index, axes in enumerate(dims):
             keep = _common_prefix(tuple(axes), target.dims[index])
             while len(axes) > keep and leaving(axes[-1]):
@@ -75,12 +74,12 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
                 if not complete:
                     grad_partial.update(run)
 
-    # 1. exchange what can be, gather what may stand in the way of another exchange, and only then the rest
+    # 1. exchange where possible, gather axes that may block another exchange, exchange again, gather the rest
     exchange()
     gather(lambda axis: axis not in target_dim)
     exchange()
     gather(lambda axis: True)
-    # 2. reduce partial sums, straight into a shard where the target has one
+    # 2. reduce partial sums, directly into a shard where the target has one
     for index, axes in enumerate(dims):
         for axis in target.dims[index][len(axes) :]:
             if axis not in partial:
@@ -96,7 +95,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             partial.difference_update(run_axes)
             if kind == "sum":
                 grad_partial.update(run_axes)
-    # 3. shard what is replicated
+    # 3. shard replicated dims
     for index, axes in enumerate(dims):
         todo = target.dims[index][len(axes) :]
         for axis in todo:
@@ -111,7 +110,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
         grad_partial.update(fresh)
     if partial != set(target.partial):
         new = ", ".join(axis for axis in target.partial if axis not in partial)
-        raise located_error(f"cannot go from {source} to {target}: a value does not become a partial sum over {new}")
+        raise located_error(f"cannot move from {source} to {target}: a value cannot become a partial sum over {new}")
     if grad_partial != set(target.grad_partial):
-        raise located_error(f"cannot go from {source} to {target}: a gradient that is partial has to be reduced first")
+        raise located_error(f"cannot move from {source} to {target}: a partial gradient must be reduced first")
     return tuple(out)

@@ -1,6 +1,6 @@
-"""What a parameter of a layer stands for: logical parameters with full shapes, layouts and initial values.
+"""The meaning of a layer's parameter: logical parameters with full shapes, layouts and initial values.
 
-A rank holds one local buffer per parameter. Fused layers keep several logical parameters in it (query, key and value),
+A rank has one local buffer per parameter. Fused layers store several logical parameters in it (query, key and value),
 one after the other in dim 0; everywhere else there is one.
 """
 
@@ -22,9 +22,10 @@ from colossus.layout.layout import Box, Layout
 
 
 class Initializer(Protocol):
-    """Draws the values of a box of a tensor, float64 ``[stop - start for each dim]``.
+    """A function that draws the values of a box of a tensor, float64 ``[stop - start for each dim]``.
 
-    They depend on the key, the full shape and the box alone, and where two boxes overlap both have the same values.
+    The values depend only on the key, the full shape and the box, and where two boxes overlap both have the same
+    values.
     """
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[np.float64]]: ...
@@ -35,9 +36,9 @@ class LogicalShard:
     """This rank's shard of one logical parameter: a slice of the local buffer in dim 0.
 
     Attributes:
-        name: within the module (``query``), empty when the buffer has one shard.
+        name: name within the module (``query``), empty when the buffer has one shard.
         shape: full shape of the logical parameter.
-        init: draws the initial value; None where a constructor gives it (a plain parameter's).
+        init: draws the initial value; None if a constructor sets it (a plain parameter's).
         rows: rows of dim 0 of the local buffer, (start, stop).
     """
 
@@ -48,23 +49,23 @@ class LogicalShard:
 
 
 class ParameterSpec:
-    """What a parameter stands for: every parameter of a model has one (`spec_of`), those of plain torch modules too.
+    """The meaning of a parameter. Every parameter of a model has a spec (`spec_of`), those of plain torch modules too.
 
     Attributes:
-        shards: what the local buffer holds, in the order of its rows.
-        description: what errors call the parameter before it has a name.
-        layout: of the full shape of each shard: all are placed alike.
+        shards: the shards in the local buffer, in the order of its rows.
+        description: name of the parameter in errors before it has a name.
+        layout: layout of the full shape of each shard: all have the same.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
-        is_decided: whether ``gradient_axes`` is known before the first use.
-        computed_dtype: as what rows of it become activations, where it is itself stored as wide as the optimizer's
-            state and other parameters are not; else None.
-        gradient_dtype: of its gradients, where it is not the parameter's own; else None.
-        is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
-            it, in the whole layout wherever it is used.
-        is_stack: whether dim 0 counts matrices (one for each expert), each of which an optimizer looks at by itself.
-        intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
-            one below the other in the local buffer; None: those that the layout says.
+        is_decided: ``gradient_axes`` is known before the first use.
+        computed_dtype: dtype in which its rows become activations, if it is stored as wide as the optimizer's state and
+            other parameters are not; else None.
+        gradient_dtype: dtype of its gradients, if it is not the parameter's own; else None.
+        is_plain: the parameter is a plain torch one: stored whole, its values are those of the constructor, and it is
+            used in the whole layout.
+        is_stack: dim 0 counts matrices (one for each expert), and an optimizer treats each by itself.
+        intervals: rows of dim 0 of the only shard that this rank has: (start, stop) of each range, ascending,
+            consecutive in the local buffer; None: the rows of the layout.
     """
 
     intervals: tuple[tuple[int, int], ...] | None = None
@@ -83,22 +84,22 @@ class ParameterSpec:
 
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:
-        """Of a parameter that no layer of ours has made, by its shape."""
+        """Return the spec of a parameter that no layer of ours has made, by its shape."""
         shard = LogicalShard("", shape, None, (0, shape[0] if shape else 1))
         return cls((shard,), Layout.whole(len(shape)), f"plain parameter of shape {shape}", is_plain=True)
 
     @cached_property
     def subject(self) -> Subject:
-        """The parameter as what a collective is of; asked for once it has its name."""
+        """The parameter as the subject of a collective; it is made once the parameter has its name."""
         return Subject([self.name or self.description])
 
     @property
     def num_elements(self) -> int:
-        """Elements of all logical shards, whatever the plan."""
+        """Elements of all logical shards, under any plan."""
         return sum(math.prod(shard.shape) for shard in self.shards)
 
     def boxes(self, shard: LogicalShard, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[Box, ...]:
-        """The boxes of a logical shard at coordinates ``at``, this rank's: one below the other in its local rows.
+        """Return the boxes of a logical shard at coordinates ``at``, this rank's, consecutive in its local rows.
 
         Rows of the local buffer behind the last are padding.
         """
@@ -112,11 +113,11 @@ class ParameterSpec:
         return self._recorded
 
     def record(self, axes: tuple[str, ...]) -> None:
-        """Note over which axes this use leaves the gradient partial; ValueError when an earlier use did over others."""
+        """Record the axes over which a use leaves the gradient partial; ValueError if an earlier use had others."""
         if self._recorded is None:
             self._recorded = axes
         elif set(self._recorded) != set(axes):
-            one, other = (f"({', '.join(each)})" if each else "no axis" for each in (self._recorded, axes))
+            one, other = (f"({', '.join(names)})" if names else "no axis" for names in (self._recorded, axes))
             raise located_error(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
                 f"{one} at one use and over {other} at another. Use it in one region only, or give each region its own "
@@ -125,7 +126,10 @@ class ParameterSpec:
 
 
 class StoredSpec(ParameterSpec):
-    """Of a parameter whose rows are cut over more ``axes`` for storage than for compute (ZeRO, tables with owners)."""
+    """The spec of a parameter whose rows are cut over more ``axes`` for storage than for compute.
+
+    ZeRO and tables with owners have such parameters.
+    """
 
     def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
         layout = replace(computed.layout, stored=axes)
@@ -136,14 +140,14 @@ class StoredSpec(ParameterSpec):
         self.is_stack = computed.is_stack
 
     def place(self, intervals: Sequence[tuple[int, int]]) -> None:
-        """Let this rank hold these row ranges of the one shard, ascending: the local buffer has no other rows."""
+        """Let this rank store these row ranges of the only shard, ascending: the local buffer has no other rows."""
         (shard,) = self.shards
         self.intervals = tuple(intervals)
         self.shards = (replace(shard, rows=(0, sum(stop - start for start, stop in self.intervals))),)
 
     @property
     def gradient_axes(self) -> tuple[str, ...] | None:
-        """Of the computed parameter, those included over which it is cut."""
+        """The axes of the computed parameter, including those over which it is cut."""
         return self._computed.gradient_axes
 
     def record(self, axes: tuple[str, ...]) -> None:
@@ -151,7 +155,7 @@ class StoredSpec(ParameterSpec):
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """The spec of a parameter; one that no layer of ours has made gets that of a plain parameter."""
+    """Return the spec of a parameter; a parameter that no layer of ours has made gets the spec of a plain one."""
     spec: ParameterSpec | None = getattr(parameter, "_colossus_spec", None)
     if spec is None:
         spec = ParameterSpec.plain(tuple(parameter.shape))
@@ -170,23 +174,23 @@ def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
 
 
 def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
-    """Rows of each logical shard in the local buffer of a parameter."""
+    """Return the rows of each logical shard in the local buffer of a parameter."""
     return [shard.rows for shard in spec_of(parameter).shards]
 
 
 @dataclass(frozen=True)
 class LogicalParameter:
-    """A logical parameter of a model and where this rank's shard of it lives.
+    """A logical parameter of a model and the place of this rank's shard of it.
 
     Attributes:
         name: full logical name (``blocks.0.attention.query.weight``).
-        parameter_name: full name of the torch parameter that holds it (``blocks.0.attention.qkv.weight``).
+        parameter_name: full name of the torch parameter that contains it (``blocks.0.attention.qkv.weight``).
         shape: full shape.
-        layout: how the full shape is sharded.
+        layout: layout of the full shape.
         parameter: the torch parameter; its shape is the rank's.
-        rows: of the parameter's dim 0, (start, stop); None for all of it.
-        shard_name: within the parameter; empty where it holds no other.
-        intervals: as of `ParameterSpec`.
+        rows: its rows in the parameter's dim 0, (start, stop); None for all of it.
+        shard_name: name within the parameter; empty if it is the only one.
+        intervals: see `ParameterSpec`.
     """
 
     name: str
@@ -199,19 +203,23 @@ class LogicalParameter:
     intervals: tuple[tuple[int, int], ...] | None = None
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
-        """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
+        """Return the rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape."""
         source = self.parameter if buffer is None else buffer
         return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
 
 def logical_name(parameter_name: str, shard_name: str) -> str:
-    """``attention.qkv.weight`` and ``query``: ``attention.qkv.query.weight``."""
+    """Return ``attention.qkv.query.weight`` for ``attention.qkv.weight`` and ``query``."""
     module, _, leaf = parameter_name.rpartition(".")
     return ".".join(filter(None, (module, shard_name, leaf)))
 
 
 def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator[LogicalParameter]:
-    """Every logical parameter of a model, in the order of ``named_parameters``; with ``keep_ties`` under each name."""
+    """Yield every logical parameter of a model, in the order of ``named_parameters``.
+
+    Args:
+        keep_ties: yield a tied parameter under each of its names.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
         for shard in spec.shards:
@@ -221,27 +229,27 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
 
 
 def record_full_order(model: nn.Module) -> None:
-    """Keep the order of the parameters and buffers of a whole model, before a stage drops those of other stages."""
+    """Record the order of the parameters and buffers of a whole model, before a stage drops those of other stages."""
     vars(model)["_colossus_order"] = _names_in_order(model)
 
 
 def full_model_order(model: nn.Module) -> dict[str, int]:
-    """Number of every parameter and buffer in the whole model, by each full name; parameters come first."""
+    """Return the number of every parameter and buffer in the whole model, by each full name; parameters come first."""
     return {name: number for number, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
 
 
 def _names_in_order(model: nn.Module) -> tuple[str, ...]:
-    names = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    return tuple(name for each in names for name, _ in each)
+    both = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return tuple(name for named in both for name, _ in named)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Elements of the whole model, each logical parameter counted once, whatever the plan."""
+    """Return the elements of the whole model, each logical parameter counted once, under any plan."""
     return sum(math.prod(logical.shape) for logical in logical_parameters(model))
 
 
 def local_rows(shapes: Sequence[Sequence[int]], layout: Layout, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Rows (start, stop) of each logical parameter in a fused local buffer, from full shapes and their layout."""
+    """Return the rows (start, stop) of each logical parameter in a fused local buffer, from full shapes and layout."""
     rows, start = [], 0
     for shape in shapes:
         stop = start + layout.chunk(shape, sizes)[0]

@@ -1,6 +1,6 @@
 """The functions of torch that are right on each rank's part of a parameter by itself.
 
-Dims are counted from the right, from -1 on, so that they stay what they are where tensors are broadcast.
+Dims are counted from the right, from -1, so that they do not change where tensors are broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Dims = frozenset[int]
 
 #: copies, which torch does not tag as working element by element
 _COPIES = {"copy_", "cpu", "cuda", "pin_memory", "requires_grad_"}
-#: what works along a dim, and keeps it: by default which
+#: functions that work along a dim and keep it -> their default dim
 _ALONG: Mapping[str, int | None] = {
     "normalize": 1,
     "softmax": None,
@@ -31,9 +31,9 @@ _REDUCTIONS = {"norm", "linalg_norm", "linalg_vector_norm", "logsumexp", "var", 
 def split_dims_of_result(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[tuple[Tensor, Dims]]
 ) -> Dims | None:
-    """Return the dims of the result in which ranks have parts; None where the function is not right on parts.
+    """Return the dims of the result that ranks split, or None if the function is wrong on parts.
 
-    Right are functions that work element by element, and those along dims that are not split, and are named.
+    Functions are right if they work element by element, or along explicit dims that are not split.
 
     Args:
         parts: the operands of which a rank has a part, each with its split dims.
@@ -56,5 +56,7 @@ def split_dims_of_result(
     if gone & split:
         return None
     return (
-        split if is_kept or call.get("keepdim") else frozenset(dim + sum(each > dim for each in gone) for dim in split)
+        split
+        if is_kept or call.get("keepdim")
+        else frozenset(dim + sum(other > dim for other in gone) for dim in split)
     )

@@ -1,4 +1,4 @@
-"""Moving tensors between layouts, and whole tensors into and out of shards."""
+"""Moves of tensors between layouts, and of whole tensors into and out of shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colossus.layout.moves import moves
 
 
 def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelContext) -> Tensor:
-    """``x`` moved from one layout to another; differentiable, the gradient makes the conjugate moves.
+    """Return ``x`` moved from one layout to another; differentiable, the gradient makes the conjugate moves.
 
     Args:
         x: on each rank its box under ``source``, without padding. Every dim that a move splits or gathers must divide.
@@ -24,7 +24,7 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
         On each rank its box under ``target``.
 
     Raises:
-        ValueError: for layouts between which there is no way (see `moves`), and for a dim that does not divide.
+        ValueError: there is no way between the layouts (see `moves`), or a dim does not divide.
     """
     sizes = context.grid.sizes
     for move in moves(source.drop_trivial_axes(sizes), target.drop_trivial_axes(sizes)):
@@ -33,12 +33,12 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
 
 
 def shard(x: Tensor, layout: Layout, context: ParallelContext, intervals: Intervals | None = None) -> Tensor:
-    """This rank's buffer of a whole tensor: its box, followed by zeros where the box is smaller than the buffer.
+    """Return this rank's buffer of a whole tensor: its box, followed by zeros if the box is smaller than the buffer.
 
     No communication and no autograd. [shape] -> [layout.chunk(shape)], or [rows of all intervals, ..].
 
     Args:
-        intervals: as of `gather`.
+        intervals: see `gather`.
     """
     if intervals is not None:
         x = shard(x, layout.computed, context)
@@ -58,16 +58,15 @@ def shard(x: Tensor, layout: Layout, context: ParallelContext, intervals: Interv
 def gather(
     x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelContext, intervals: Intervals | None = None
 ) -> Tensor:
-    """The whole tensor, on every rank and on the device of the context, from the ranks' buffers; the padding of uneven
-    boxes is dropped. No autograd.
+    """Return the whole tensor from the ranks' buffers, on every rank and on the device of the context.
 
-    [layout.chunk(shape)] -> [shape]
+    The padding of uneven boxes is dropped. No autograd. [layout.chunk(shape)] -> [shape]
 
     Args:
-        intervals: the ranges of rows (dim 0) that this rank stores, one below the other in ``x``, of a tensor whose
-            rows nothing but storage cuts; None: those that the layout says.
+        intervals: the ranges of rows (dim 0) that this rank stores, consecutive in ``x``, for a tensor whose rows only
+            storage cuts; None: the ranges of the layout.
     """
-    x = x.detach().to(context.device)  # rows that ZeRO keeps on the host are gathered where collectives run
+    x = x.detach().to(context.device)  # ZeRO may store rows on the host, but collectives run on the device
     layout = layout.drop_trivial_axes(context.grid.sizes)
     if layout.partial:
         x = collectives.all_reduce(x, context.group(layout.partial)).wait()
@@ -84,7 +83,7 @@ def gather(
 
 
 def _in_place(x: Tensor, intervals: Intervals, num_rows: int) -> Tensor:
-    """The rows of this rank among zeros for all others: [num_rows, ..]."""
+    """Return the rows of this rank at their places among zeros: [num_rows, ..]."""
     out = x.new_zeros((num_rows, *x.shape[1:]))
     at = 0
     for start, stop in intervals:

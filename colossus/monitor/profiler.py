@@ -166,5 +166,5 @@ def table(summary: dict[str, Any]) -> str:
             lines[-1].append(f"{seconds * 1000:.1f}  {seconds / whole:3.0%}")
     first, last = summary["steps"]
     return f"where the time of a step goes, mean of steps {first} to {last}, milliseconds and percent:\n" + aligned(
-        lines, left={0}
+        lines, left_columns={0}
     )

@@ -85,7 +85,7 @@ class CheckReport:
         for rank in self.ranks:
             memory += [(str(rank.pipeline_rank), *_cells(row)) for row in rank.stored]
             memory.append((str(rank.pipeline_rank), *_cells(rank.peak)[:-1], f"predicted / counted {rank.ratio:.3f}"))
-        sections = [head, aligned(axes, left=(0, 3)), aligned(memory, left=(1, 4))]
+        sections = [head, aligned(axes, left_columns=(0, 3)), aligned(memory, left_columns=(1, 4))]
         return "\n\n".join(sections if self.axes else [head, sections[-1]])
 
     def as_json(self) -> dict[str, Any]:

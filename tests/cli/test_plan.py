@@ -283,7 +283,7 @@ REFUSED = [
     ),
     (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
     (["--network", "10us"], "--network: '10us' is no latency and bandwidth; write 10us,50GB/s"),
-    (["--plot", "plan.gif"], "--plot: plan.gif: the picture ends with .svg"),
+    (["--plot", "plan.gif"], "--plot: plan.gif: the name of a picture ends with .svg"),
     (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder nowhere does not exist"),
     (["data=None"], "data: the config has none"),
     (["model=None"], "model: the config has none"),

@@ -242,4 +242,7 @@ def test_the_command(
     assert "--panels los: the rows have no such numbers; did you mean loss?" in out
     assert "keys: step, loss" in out
     assert plot("runs/none") == (2, "colossus: runs/none/metrics.jsonl has no rows: no step has ended yet\n")
-    assert plot("runs/a", "--out", "a.gif") == (2, "colossus: --out a.gif: the picture ends with .svg, .png, .pdf\n")
+    assert plot("runs/a", "--out", "a.gif") == (
+        2,
+        "colossus: --out a.gif: the name of a picture ends with .svg, .png, .pdf\n",
+    )

@@ -166,7 +166,7 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
         (dict(type="multistep"), "lr_schedule.milestones: is missing"),
         (dict(type="multistep", milestones=[]), "lr_schedule.milestones: must not be empty"),
         (dict(type="one_cycle", warmup_steps=7), "leave warmup_steps and min_ratio out"),
-        (dict(type="StepLR"), "torch's is taken by its path, torch.optim.lr_scheduler:StepLR"),
+        (dict(type="StepLR"), "use torch's by its path, torch.optim.lr_scheduler:StepLR"),
         (dict(type="inverse_sqrt"), "give warmup_steps, or timescale"),
         (dict(type="cosine_restarts", cycles=2.5), "lr_schedule.cycles: must be a whole number, got 2.5"),
         (

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a choice": (dict(type="Muon", dtype="fp8"), "optimizer.dtype: must be 'bf16', 'fp32' or 'fp64', got 'fp8'"),
     "whole twice": (dict(type="Muon", whole=True), "optimizer.whole: Muon looks at whole parameters by itself"),
     "all frozen": (dict(groups=[dict(match="*", frozen=True)]), "are frozen, so nothing would be trained"),
-    "a class of torch": (dict(type="torch.optim:LBFGS"), "optimizer.type: LBFGS: it evaluates the loss again"),
+    "a class of torch": (dict(type="torch.optim:LBFGS"), "optimizer.type: LBFGS: it evaluates the loss several times"),
     "a path": (dict(type="torch.optim:AdamV"), "optimizer.type: 'torch.optim:AdamV': torch.optim has no 'AdamV'; did"),
 }
 

@@ -62,7 +62,7 @@ def check(source: Layout, target: Layout, grid: RankGrid, shape: tuple[int, ...]
     if is_possible(source, target):
         simulate(source, target, grid, shape, seed)
         return True
-    with pytest.raises(ValueError, match="cannot go from"):
+    with pytest.raises(ValueError, match="cannot move from"):
         moves(source, target)
     return False
 
@@ -188,11 +188,13 @@ def test_a_dim_that_does_not_divide() -> None:
 
 def test_refusals_say_why() -> None:
     whole = Layout.whole(1)
-    with pytest.raises(ValueError, match=r"cannot go from \[-\] Replicate\(a\) to \[-\]: .*gradient.*reduced"):
+    with pytest.raises(ValueError, match=r"cannot move from \[-\] Replicate\(a\) to \[-\]: .*gradient.*reduced"):
         moves(Layout(((),), grad_partial=("a",)), whole)
-    with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-\] Partial\(a\): .*partial sum over a"):
+    with pytest.raises(ValueError, match=r"cannot move from \[-\] to \[-\] Partial\(a\): .*partial sum over a"):
         moves(whole, Layout(((),), partial=("a",)))
-    with pytest.raises(ValueError, match=r"cannot go from \[Shard\(a\)\] to \[-\] Partial\(a\): .*partial sum over a"):
+    with pytest.raises(
+        ValueError, match=r"cannot move from \[Shard\(a\)\] to \[-\] Partial\(a\): .*partial sum over a"
+    ):
         moves(Layout((("a",),)), Layout(((),), partial=("a",)))
-    with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-, -\]: the number of dims differs"):
+    with pytest.raises(ValueError, match=r"cannot move from \[-\] to \[-, -\]: the number of dims differs"):
         moves(whole, Layout.whole(2))
