@@ -1,4 +1,4 @@
-"""Drop-in layers. Each is written once; the tensor mode of the current context says how it is sharded."""
+"""Drop-in layers. Each is written once; the tensor mode of the current context determines its sharding."""
 
 from typing import TYPE_CHECKING
 

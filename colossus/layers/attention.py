@@ -31,7 +31,7 @@ from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
 _IDS = torch.int64
-#: document of the tokens that pad a sequence: a number that no user will have given to a document
+#: document of the tokens that pad a sequence: a number that no user gives to a document
 _PADDING = torch.iinfo(_IDS).min
 
 
@@ -39,25 +39,25 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. Key/value heads
-        that are fewer than the ranks have a copy on each of ranks / num_kv_heads neighbours.
-        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
-        layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
-        ``documents``: integers [batch, tokens] in the whole layout: a token looks only at tokens with the same number.
-        Padding is a document of its own, say -1.
+        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. If key/value heads
+        are fewer than the ranks, ranks / num_kv_heads neighbours have a copy of each.
+        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may attend; its batch in the user
+            layout, with all heads and tokens. Not under sequence parallelism, where each rank has only its tokens.
+        ``documents``: integers [batch, tokens] in the whole layout: a token attends only to tokens with the same
+            number. Padding is a document of its own, say -1.
 
     Args:
         head_dim: features of a head, by default hidden_size / num_heads.
-        qk_norm: RMSNorm of each query and key over its head_dim, with a weight [head_dim] each, before positions turn
-            them (2302.05442; as Qwen3 has it).
-        norm_eps: of these norms, by default 1e-6.
-        rotary: whether queries and keys are turned by their positions (2104.09864).
+        qk_norm: RMSNorm of each query and key over its head_dim, with a weight [head_dim] each, before their rotation
+            (2302.05442; as in Qwen3).
+        norm_eps: epsilon of these norms, by default 1e-6.
+        rotary: rotate queries and keys by their positions (2104.09864).
         rotary_base: 10000 in Llama 2, 500000 in Llama 3.
-        rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
+        rotary_scaling: scaling in Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
 
     Raises:
-        ValueError: when heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads,
-            or key/value heads and ranks do not divide either way.
+        ValueError: heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads, or
+            key/value heads and ranks do not divide either way.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Attention(Layer):
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
                 raise located_error(f"Attention: {uneven_kv_heads(kv, size.ranks)}")
-            raise located_error(f"Attention: {size}; heads are split whole")
+            raise located_error(f"Attention: {size}; a head cannot be split")
         self.head_dim = head_dim or hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         width = num_heads * self.head_dim
@@ -124,8 +124,8 @@ class Attention(Layer):
         if self.rotary is not None:
             if not isinstance(self.rotary, Rotary) or type(self.rotary).forward is not Rotary.forward:
                 raise located_error(
-                    f"{self.title}: its rotary, a {type(self.rotary).__name__}, is not called: for other angles put a "
-                    f"subclass of colossus.layers.rotary.Rotary in its place, with frequencies() of its own"
+                    f"{self.title}: its rotary is a {type(self.rotary).__name__}, which is not called: for other "
+                    f"angles use a subclass of colossus.layers.rotary.Rotary with its own frequencies()"
                 )
             angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.seen)
             query, key = rotate(query, *angles), rotate(key, *angles)
@@ -134,8 +134,8 @@ class Attention(Layer):
         if cache is not None:
             if mask is not None or documents is not None or not self.causal or self.parallel.sequence is not None:
                 raise located_error(
-                    f"{self.title}: a mask, documents, causal=False or parallel.sequence with a key/value cache, from "
-                    f"which each token looks at all tokens before it: such a model is called with whole sequences"
+                    f"{self.title}: with a key/value cache each token attends to all tokens before it, so a mask, "
+                    f"documents, causal=False and parallel.sequence do not work: call the model with whole sequences"
                 )
             out = cache.attend(self, query, key, value)
         elif self.parallel.sequence is not None:
@@ -150,7 +150,7 @@ class Attention(Layer):
         return y
 
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
-        """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
+        """Return the positions of this rank's tokens in the sequence, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
         if sequence is None:
             return None
@@ -158,7 +158,7 @@ class Attention(Layer):
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
-        """The documents of the samples and tokens that this rank computes."""
+        """Return the documents of the samples and tokens that this rank computes."""
         user = self.parallel.regions.whole
         source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
         return run(MovePlan.of(moves(source, target), self.context).forward, documents).wait()
@@ -183,19 +183,19 @@ class Attention(Layer):
             )
         if self._dropout_rate():
             raise located_error(
-                f"{self.title}: no dropout of attention weights under parallel.sequence: set it to 0, or put dropout "
-                f"behind the attention"
+                f"{self.title}: attention weights cannot have dropout under parallel.sequence: set it to 0, or put "
+                f"dropout behind the attention"
             )
         num_tokens = self.parallel.batch_info.num_tokens
-        held = query.shape[-2] * sequence.num_shards
-        if num_tokens is not None and held != sequence.padded_length(num_tokens):
+        total = query.shape[-2] * sequence.num_shards
+        if num_tokens is not None and total != sequence.padded_length(num_tokens):
             raise ValueError(
                 f"{self.title}: its input has {query.shape[-2]} tokens on each of {sequence.num_shards} ranks, but "
-                f"the sequences of this batch have {num_tokens}: its tokens are not split, as those of a tensor of "
-                f"another length are not. F.scaled_dot_product_attention can take keys and values of it"
+                f"the sequences of this batch have {num_tokens}: tokens of a tensor of another length are not split. "
+                f"F.scaled_dot_product_attention can take it as keys and values"
             )
-        if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
-            # padding is a document of its own; a causal query never looks that far
+        if not self.causal and num_tokens is not None and num_tokens < total:
+            # padding is a document of its own; a causal query never attends to it
             if documents is None:
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
@@ -204,7 +204,7 @@ class Attention(Layer):
         return attend(query, key, value, *groups, causal=self.causal, documents=documents)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """[.., tokens, heads * head_dim] -> the rank's [.., heads, tokens, head_dim], each of them normed"""
+        """Return [.., tokens, heads * head_dim] as this rank's heads [.., heads, tokens, head_dim], each normed."""
         x = plain(x) if norm is None else x
         heads = x.view((*x.shape[:-1], -1, self.head_dim))
         return plain(heads if norm is None else norm(heads)).transpose(-3, -2)
@@ -215,12 +215,12 @@ class Attention(Layer):
         return local_mask(mask, batch, self.parallel.regions.inner, self.parallel)
 
     def _dropout_rate(self) -> float:
-        """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
+        """Return the rate of ``dropout``, which is not called: attention weights never leave torch's kernel."""
         if isinstance(self.dropout, nn.Identity):
             return 0.0
         if not isinstance(self.dropout, (Dropout, nn.Dropout) if self.context.world_size == 1 else Dropout):
             raise located_error(
-                f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
+                f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside "
                 f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
             )
         return float(self.dropout.p) if self.training else 0.0
@@ -240,7 +240,7 @@ class Attention(Layer):
     def _attend_dropping(
         self, dropout: Dropout, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation
     ) -> Tensor:
-        """Attention of which some weights are dropped, as `Dropout` does: torch's kernel would draw a mask of its own.
+        """Return attention with dropped weights, as `Dropout` drops them; torch's kernel would draw its own mask.
 
         The weights [batch, heads, tokens, tokens] are kept for backward.
         """
@@ -250,13 +250,13 @@ class Attention(Layer):
         scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
         if mask is not None:
             scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        weights = torch.ops.aten._safe_softmax(scores, -1)  # 0 for a query that may look at nothing
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # 0 for a query that may attend to nothing
         heads = (("features", Place(weights.dim() - 3)),) if inner.features else ()
         return dropout.drop(weights, Placement(self.parallel, inner, inner, heads)) @ value
 
 
 def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:
-    """[batch, 1, tokens, tokens], True where query and key are of one document, combined with another mask."""
+    """Return [batch, 1, tokens, tokens], True where query and key share a document, combined with another mask."""
     same = (documents[:, :, None] == documents[:, None, :])[:, None]
     if mask is None:
         return same

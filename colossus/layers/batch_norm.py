@@ -1,7 +1,7 @@
-"""Batch norm whose statistics are of a microbatch's samples on all ranks: one collective in forward, one in backward.
+"""Batch norm with statistics of a microbatch's samples on all ranks: one collective in forward, one in backward.
 
-Means and squared deviations of the ranks' samples are combined as Chan, Golub and LeVeque (1979) do, weighted by how
-many values a rank has.
+Means and squared deviations of the ranks' samples are combined as Chan, Golub and LeVeque (1979) do, weighted by the
+number of values of each rank.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
 class _BatchNorm(Layer):
-    """Base: parameters, running statistics and arguments as torch's.
+    """Base of batch norms: parameters, running statistics and arguments are torch's.
 
     In training the statistics are those of a microbatch's samples on all ranks that split them: data ranks, and the
-    tensor ranks of 2D, 2.5D and 3D. So a plan with as many microbatches is the same run. What is a microbatch is part
-    of the model's arithmetic, and must not depend on how many data ranks there are: of M, the m-th has every M-th
-    sample of a batch, from m on (`colossus.data.batch.split_microbatches`). Replicas that train parameters of their
-    own (gossip, local SGD) have statistics of their own.
+    tensor ranks of 2D, 2.5D and 3D. So plans with equally many microbatches are the same run. The choice of a
+    microbatch is part of the model's arithmetic and must not depend on the number of data ranks: of M microbatches, the
+    m-th has every M-th sample of a batch, from m on (`colossus.data.batch.split_microbatches`). Replicas that train
+    parameters of their own (gossip, local SGD) have their own statistics.
 
-    In evaluation nothing is communicated but without running statistics, which then are of the samples of one data
-    rank: others may have another number of batches. Running statistics are the same on all ranks, and are not updated
-    where a forward is recomputed for backward.
+    Evaluation communicates nothing if there are running statistics. Without them the statistics are those of the
+    samples of one data rank, since other data ranks may have another number of batches. Running statistics are the same
+    on all ranks, and a recomputation of a forward for backward does not update them.
 
-    Sent by each of n ranks for C channels: (n - 1) (2 C + 1) numbers in forward and 2 (n - 1) / n 2 C in backward; in
+    Each of n ranks sends for C channels (n - 1) (2 C + 1) numbers in forward and 2 (n - 1) / n 2 C in backward, in
     float32 where activations are of low precision. The forward of a recomputation sends again.
 
     Shape:
-        [samples, C, ..] -> the same, of the rank's samples; split features are made whole before.
+        [samples, C, ..] -> the same, of the rank's samples; split features are made whole first.
 
     Raises:
-        ValueError: for another number of dims or channels, and for an input whose tokens are split.
+        ValueError: another number of dims or channels, or an input whose tokens are split.
     """
 
-    #: whose parameters `colossus.build` keeps in its wide dtype, as those of torch's norms
+    #: `colossus.build` stores its parameters in the wide dtype, as those of torch's norms
     is_norm = True
     #: names of the buffers
     statistics = ("running_mean", "running_var", "num_batches_tracked")
-    #: numbers of dims of an input; empty: any
+    #: allowed numbers of dims of an input; empty: any
     dims: ClassVar[tuple[int, ...]] = ()
 
     def __init__(
@@ -103,17 +103,20 @@ class _BatchNorm(Layer):
 
     def _checked(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):
-            raise located_error(f"{self.title}: its statistics are over all tokens, of which a rank has a part: {x!r}")
+            raise located_error(f"{self.title}: its statistics need all tokens, but a rank has a part of them: {x!r}")
         if x.dim() < 2 or (self.dims and x.dim() not in self.dims) or x.shape[1] != self.num_features:
             wanted = " or ".join(map(str, self.dims)) or "at least 2"
             raise located_error(
-                f"{self.title}: it takes {wanted} dims, of which dim 1 has {self.num_features} channels, but its input "
-                f"has shape {tuple(x.shape)}"
+                f"{self.title}: it takes {wanted} dims, with {self.num_features} channels in dim 1, but its input has "
+                f"shape {tuple(x.shape)}"
             )
         return x
 
     def _count(self) -> float:
-        """Count a batch; the weight of its statistics in the running ones, without a momentum one over the count."""
+        """Count a batch and return the weight of its statistics in the running ones.
+
+        Without a momentum it is one over the count.
+        """
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -145,7 +148,7 @@ class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm``, also on CPU. Input and output [samples, C, ..].
 
     Args:
-        process_group: refused: the plan says of whose samples the statistics are.
+        process_group: must be None: the plan determines whose samples the statistics cover.
     """
 
     def __init__(
@@ -159,12 +162,12 @@ class SyncBatchNorm(_BatchNorm):
         **options: Any,
     ) -> None:
         if process_group is not None:
-            raise located_error("SyncBatchNorm: its statistics are of all ranks' samples; leave process_group out")
+            raise located_error("SyncBatchNorm: its statistics cover all ranks' samples; leave process_group out")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
 
 
 def statistics_group(parallel: ModelParallel, *, is_training: bool) -> AxisGroup:
-    """Return the ranks of whose samples together the statistics of a batch are."""
+    """Return the ranks whose samples together make the statistics of a batch."""
     data = () if is_training else parallel.context.grid.axes("data")
     return parallel.context.group(tuple(axis for axis in parallel.sample_axes if axis not in data))
 
@@ -179,8 +182,9 @@ def norm_of_batch(
     eps: float,
     group: AxisGroup,
 ) -> Tensor:
-    """Return x [samples, C, ..] normalised by the statistics of the samples of all ranks of a group, which enter the
-    running ones, where they are given, with the weight ``momentum``.
+    """Return x [samples, C, ..] normalised by the statistics of the samples of all ranks of a group.
+
+    Running statistics, unless None, are updated with the weight ``momentum``.
     """
     if group.size == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
@@ -194,7 +198,7 @@ def norm_of_batch(
 
 
 def _channels(x: Tensor, ndim: int) -> Tensor:
-    """[C] -> [C, 1, ..], which meets a tensor [samples, C, ..] of ``ndim`` dims."""
+    """Return [C] as [C, 1, ..], to broadcast to a tensor [samples, C, ..] of ``ndim`` dims."""
     return x.view(-1, *(1,) * (ndim - 2))
 
 
@@ -204,8 +208,9 @@ def _other_dims(x: Tensor) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _statistics(x: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C], variance [C] (of the population) and number of values [1] of each channel over all ranks, of which a
-    rank has x [samples, C, ..]; the same to the bit on all of them.
+    """Return mean [C], population variance [C] and number of values [1] of each channel over all ranks.
+
+    A rank has x [samples, C, ..]; the results are the same to the bit on all ranks.
     """
     x, dims = to_wide_dtype(x), _other_dims(x)
     own_mean = x.mean(dims)
@@ -220,8 +225,9 @@ def _statistics(x: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _NormOfAll(torch.autograd.Function):
-    """The batch norm of x, whose samples are split over ranks, by statistics of all. Shapes are per rank, of r values
-    in each of C channels.
+    """The batch norm of x, whose samples are split over ranks, by statistics of all.
+
+    Shapes are per rank, for r values in each of C channels.
 
         x, y, dy, dx     [r, C]      (for [samples, C, ..] read r as samples x ..)
         weight, bias     [C]         the same on all ranks; dweight and dbias are of the rank's samples
@@ -233,8 +239,8 @@ class _NormOfAll(torch.autograd.Function):
         dgrad    dx = (dy - sum(dbias) / count - normal * sum(dweight) / count) * scale * weight
                  the sums are over all ranks: all-reduced, 2 [C]
 
-    mean and variance depend on x as well: dgrad has their part, and they get no gradient of their own. Of low precision
-    x, y, dy and dx have that, and everything in between is of float32.
+    mean and variance depend on x as well: dgrad contains their part, and they get no gradient of their own. If x is of
+    low precision, so are y, dy and dx, and everything in between is float32.
     """
 
     @staticmethod

@@ -24,9 +24,9 @@ from colossus.sharded_tensor.tensor import plain_of_graph, wrap
 
 
 class MLP(Layer):
-    """down(gelu(up(x))). Input and output [.., hidden_size]; ``ffn_size`` is split over the tensor ranks."""
+    """A perceptron: down(gelu(up(x))). Input and output [.., hidden_size]; tensor ranks split ``ffn_size``."""
 
-    #: its name in `colossus.registry.MLPS`, and the outputs of ``up`` where it is fused
+    #: its name in `colossus.registry.MLPS`, and the outputs of ``up`` if that is fused
     kind = "gelu"
     outputs: tuple[str, ...] = ()
 
@@ -53,12 +53,12 @@ class MLP(Layer):
         return y
 
     def _activation(self, up: Any) -> Tensor:
-        """From the output or outputs of ``up`` to the input of ``down``."""
+        """Return the input of ``down`` for the output or outputs of ``up``."""
         return F.gelu(up)
 
 
 class TanhMLP(MLP):
-    """`MLP` with the tanh approximation of gelu (1606.08415), which GPT-2 has."""
+    """`MLP` with the tanh approximation of gelu (1606.08415), as in GPT-2."""
 
     def _activation(self, up: Any) -> Tensor:
         return F.gelu(up, approximate="tanh")
@@ -67,7 +67,7 @@ class TanhMLP(MLP):
 class GatedMLP(MLP):
     """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul; ``ffn_size`` is that of each.
 
-    Arguments as of `MLP`, but without a bias by default.
+    The arguments are those of `MLP`, but there is no bias by default.
     """
 
     kind = "swiglu"
@@ -82,20 +82,20 @@ class GatedMLP(MLP):
 
 
 class TransformerBlock(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Input and output [batch, tokens, hidden_size]; the output has the layout of the input. A plain tensor gives a plain
-    tensor; between ``to_residual`` and ``to_whole`` activations stay split as the mode splits them.
+    tensor; between ``to_residual`` and ``to_whole`` activations stay split by the mode.
 
     Args:
-        ffn_size: features inside of the MLP; by default 4 x hidden_size, of ``swiglu`` 8/3 x hidden_size, up to a
+        ffn_size: features inside the MLP; by default 4 x hidden_size, for ``swiglu`` 8/3 x hidden_size, rounded up to a
             multiple of 64.
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
-        experts: arguments of the `MoE` that takes the place of the MLP.
-        norm_eps: of all norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
-        head_dim, qk_norm, rotary, rotary_base, rotary_scaling: as of `Attention`.
+        experts: arguments of the `MoE` that replaces the MLP.
+        norm_eps: epsilon of all norms; by default 1e-5 for ``layernorm`` and 1e-6 for ``rmsnorm``.
+        head_dim, qk_norm, rotary, rotary_base, rotary_scaling: see `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
-            attention and collectives, recompute the rest); ``train.activation_checkpoint`` says it for any model.
+            attention and collectives, recompute the rest); ``train.activation_checkpoint`` sets it for any model.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class TransformerBlock(Layer):
 
 
 def make_norm(norm: str, hidden_size: int, bias: bool, eps: float | None = None) -> nn.Module:
-    """A norm of `colossus.registry.NORMS` over the features; RMSNorm has no bias."""
+    """Return a norm of `colossus.registry.NORMS` over the features; RMSNorm has no bias."""
     options = {} if norm == "rmsnorm" else {"bias": bias}
-    made: nn.Module = NORMS.get(norm)(hidden_size, default_norm_eps(norm) if eps is None else eps, **options)
-    return made
+    module: nn.Module = NORMS.get(norm)(hidden_size, default_norm_eps(norm) if eps is None else eps, **options)
+    return module

@@ -1,4 +1,4 @@
-"""Options of a transformer block, and those that a config may leave out. No torch."""
+"""Options of a transformer block, and their defaults. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from colossus.arithmetic import round_up
 
 
 def default_norm_eps(norm: str) -> float:
-    """The epsilon of a norm of `colossus.registry.NORMS`."""
+    """Return the epsilon of a norm of `colossus.registry.NORMS`."""
     return 1e-6 if norm == "rmsnorm" else 1e-5
 
 
 def default_ffn_size(mlp: str, hidden_size: int) -> int:
-    """Features between the two matmuls of an MLP of `colossus.registry.MLPS`.
+    """Return the features between the two matmuls of an MLP of `colossus.registry.MLPS`.
 
-    Four times ``hidden_size``. The three matrices of SwiGLU cost what two do at 8/3 of it (2002.05202), here up to a
-    multiple of 64. It depends on the model alone: fitted to the tensor ranks, another plan would be another model.
+    It is four times ``hidden_size``. The three matrices of SwiGLU at 8/3 of it cost as much as two at four times
+    (2002.05202); the result is rounded up to a multiple of 64. It depends only on the model: fitted to the tensor
+    ranks, another plan would be another model.
     """
     return round_up(-(-8 * hidden_size // 3), 64) if mlp == "swiglu" else 4 * hidden_size
 
 
 class ExpertsOptions(BaseModel):
-    """Experts in the place of an MLP, as of `colossus.layers.MoE`."""
+    """Experts in place of an MLP, with the options of `colossus.layers.MoE`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -33,23 +34,23 @@ class ExpertsOptions(BaseModel):
     num: Annotated[int, Field(ge=1)]
     #: experts that a token goes through
     top_k: Annotated[int, Field(ge=1)] = 2
-    #: features inside of an expert; default ``ffn_hidden_size``
+    #: features inside an expert; default ``ffn_hidden_size``
     ffn_size: Annotated[int, Field(ge=1)] | None = None
-    #: features inside of an expert that all tokens go through; default none
+    #: features inside an expert that all tokens go through; default none
     shared: Annotated[int, Field(ge=1)] | None = None
     #: softmax over the experts, or sigmoid of each
     score: Literal["softmax", "sigmoid"] = "softmax"
-    #: whether the weights of a token's experts add up to 1
+    #: the weights of a token's experts add up to 1
     norm_topk: bool = True
-    #: of each so many layers the last has experts, the others have an MLP
+    #: every so many layers one has experts, the last of them; the others have an MLP
     every: Annotated[int, Field(ge=1)] = 1
     #: coefficient of the load-balancing loss of Switch (2101.03961)
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
     #: coefficient of the router's z-loss (2202.08906)
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    #: by how much a step moves the bias that evens the experts' tokens out (2408.15664); 0: there is none
+    #: update in a step of the bias that balances the experts' tokens (2408.15664); 0: no bias
     bias_update: Annotated[float, Field(ge=0)] = 0.0
-    #: of a microbatch's mean tokens of an expert, how many it takes at most; default all
+    #: the most tokens of an expert, as a multiple of the mean in a microbatch; default all
     capacity: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
@@ -59,23 +60,23 @@ class ExpertsOptions(BaseModel):
         return self
 
     def is_in(self, layer: int) -> bool:
-        """Whether a layer, from 0, has experts."""
+        """Return whether a layer, from 0, has experts."""
         return (layer + 1) % self.every == 0
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `colossus.layers.MoE`."""
+        """The arguments of `colossus.layers.MoE`."""
         router = self.model_dump(include={"score", "norm_topk", "bias_update"})
         same = self.model_dump(include={"top_k", "ffn_size", "shared", "aux_loss", "z_loss", "capacity"})
         return {"num_experts": self.num, "router": router, **same}
 
 
 class RotaryScaling(BaseModel):
-    """The scaling of Llama 3.1 (2407.21783); the keys are those of ``rope_scaling`` in its Hugging Face configs.
-    ``rope_type="linear"`` (2306.15595) divides all frequencies by ``factor``, and has no other keys.
+    """The scaling of rotary frequencies in Llama 3.1 (2407.21783), with the keys of Hugging Face's ``rope_scaling``.
 
-    Frequencies that turn less than ``low_freq_factor`` times over the original length are divided by ``factor``, those
-    that turn more than ``high_freq_factor`` times stay as they are, and in between one goes over into the other.
+    Frequencies with fewer than ``low_freq_factor`` turns over the original length are divided by ``factor``, those with
+    more than ``high_freq_factor`` turns do not change, and between them the change is gradual. ``rope_type="linear"``
+    (2306.15595) divides all frequencies by ``factor``, and has no other keys.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -92,7 +93,7 @@ class RotaryScaling(BaseModel):
             fields = type(self).model_fields
             others = [key for key in fields if key not in ("factor", "rope_type")]
             if unused := [key for key in others if getattr(self, key) != fields[key].default]:
-                raise ValueError(f"{', '.join(unused)}: rope_type = 'linear' has a factor only")
+                raise ValueError(f"{', '.join(unused)}: rope_type = 'linear' takes only a factor")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}"
@@ -100,10 +101,10 @@ class RotaryScaling(BaseModel):
         return self
 
     def scale(self, frequency: float) -> float:
-        """The frequency, in radians per token, that takes the place of another."""
+        """Return the scaled frequency of a frequency, in radians per token."""
         if self.rope_type == "linear":
             return frequency / self.factor
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = min(1.0, max(0.0, kept))
-        return frequency * (kept + (1 - kept) / self.factor)
+        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = min(1.0, max(0.0, unscaled))
+        return frequency * (unscaled + (1 - unscaled) / self.factor)

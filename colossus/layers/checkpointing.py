@@ -22,8 +22,8 @@ from colossus.sequence_parallel.ring_attention import RING_ATTENTION
 from colossus.sharded_tensor.placement import placement_of
 from colossus.sharded_tensor.tensor import mark, plain_of_graph
 
-#: bytes up to which the copy of a buffer is kept even if it seems unchanged: batch normalisation does not count what it
-#: writes as a change
+#: a copy of a buffer with fewer bytes is kept even if it seems unchanged, since batch normalisation writes to buffers
+#: without a new version
 _SMALL = 1 << 16
 
 
@@ -35,22 +35,21 @@ def recompute(
     preserve_rng_state: bool = True,
     title: str = "a function under activation checkpointing",
 ) -> Any:
-    """``function(*args)`` whose activations are computed again in backward instead of kept.
+    """Call ``function(*args)`` with activations that are computed again in backward instead of kept.
 
-    A recomputation ends as soon as it has made all that backward needs: products and collectives behind that are not
-    repeated.
+    A recomputation ends as soon as it has everything that backward needs: it does not repeat later products and
+    collectives.
 
     Args:
         function: its arguments are nests of anything; tensors in them that torch's pytree finds are saved for backward.
         context: its random streams are set back for the recomputation.
-        kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
-        preserve_rng_state: whether the global generators of torch, Python and numpy are set back, too. False is faster,
-            and right for a function that draws from the context's streams alone.
-        title: how errors name the function.
+        kind: ``full`` keeps only the inputs; ``selective`` also keeps matmuls, attention and collectives.
+        preserve_rng_state: also set back the global generators of torch, Python and numpy. False is faster, and right
+            for a function that draws only from the context's streams.
+        title: name of the function in errors.
 
     Raises:
-        ValueError: for another kind, and for a function that changes its inputs or, under ``selective``, a result that
-            is kept in place.
+        ValueError: another kind, or the function changes its inputs in place or, under ``selective``, a kept result.
     """
     check_kind(kind)
     if not torch.is_grad_enabled():
@@ -67,24 +66,24 @@ def recompute(
 
     def run(*tensors: Tensor) -> Any:
         nonlocal is_first
-        rebuilt = rebuild(tensors)
+        arguments = rebuild(tensors)
         if is_first:
             is_first = False
             with first:
-                return function(*rebuilt)
-        # the results of collectives are kept under "selective": nothing is sent
+                return function(*arguments)
+        # "selective" keeps the results of collectives, so nothing is sent
         counting = accounting.paused() if selective else nullcontext()
         with counting, rng.replay(position), global_rng.preserved(), repeated:
             global_rng.set_state(state)
-            return function(*rebuilt)
+            return function(*arguments)
 
     out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise located_error(
                 f"{title} changes its input of shape {tuple(tensor.shape)} in place, so that it cannot be computed "
-                f"again from it: let it begin with something that makes a new tensor (nn.ReLU(), not "
-                f"nn.ReLU(inplace=True)), or leave it out"
+                f"again from it: begin it with an operation that makes a new tensor (nn.ReLU(), not "
+                f"nn.ReLU(inplace=True)), or do not checkpoint it"
             )
     return out
 
@@ -93,7 +92,7 @@ checkpoint = recompute
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError for what `recompute` does not know."""
+    """Raise ValueError for a kind that `recompute` does not know."""
     if kind not in ("full", "selective"):
         raise located_error(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
 
@@ -105,18 +104,18 @@ class _Slot(NamedTuple):
 
 
 def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
-    """The tensors of a nest, each once, plain and local; and what makes the nest again of such tensors."""
+    """Return the tensors of a nest, each once, plain and local, and a function that makes the nest of such tensors."""
     leaves, tree = tree_flatten(nest)
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    slots = {key: _Slot(number) for number, key in enumerate(found)}
+    distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    slots = {key: _Slot(number) for number, key in enumerate(distinct)}
     leaves = [slots[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    placements = [placement_of(x) for x in found.values()]
+    placements = [placement_of(x) for x in distinct.values()]
 
     def rebuild(tensors: tuple[Tensor, ...]) -> Any:
-        made = [tensor if at is None else mark(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
-        return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
+        marked = [tensor if at is None else mark(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
+        return tree_unflatten([marked[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
 
-    return [plain_of_graph(x) for x in found.values()], rebuild
+    return [plain_of_graph(x) for x in distinct.values()], rebuild
 
 
 # -- modules ----------------------------------------------------------------------------------------------------
@@ -125,42 +124,42 @@ def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]],
 def checkpoint_module(module: nn.Module, kind: str, context: ParallelContext) -> None:
     """Let a module compute its activations again in backward: its ``forward``, not its hooks, which run once.
 
-    In training only: not in evaluation, nor where no gradients are wanted. Buffers that the forward changes (running
-    statistics) are changed once.
+    It does so only in training, and where gradients are wanted. Buffers that the forward changes (running statistics)
+    are changed once.
 
     Args:
-        kind: as of `recompute`.
+        kind: see `recompute`.
 
     Raises:
-        ValueError: for another kind, for a module that is checkpointed already, and for one that has no forward.
+        ValueError: another kind, or the module is checkpointed already, or has no forward.
     """
     check_kind(kind)
     if is_checkpointed(module):
         raise located_error(f"{type(module).__name__}: its activations are checkpointed already; once is enough")
     if not has_forward(module):
         raise located_error(
-            f"{type(module).__name__} has no forward, so that it is never called, only what it holds: checkpoint the "
-            f"modules in it"
+            f"{type(module).__name__} has no forward, so that only the modules in it are called: checkpoint these "
+            f"modules"
         )
     module.__dict__["forward"] = CheckpointedForward(module, kind, context)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a ModuleList, a ModuleDict or a bare nn.Module only holds others."""
+    """Return whether a module can be called: a ModuleList, a ModuleDict and a bare nn.Module only contain others."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether `checkpoint_module` was called for it."""
+    """Return whether `checkpoint_module` was called for a module."""
     return isinstance(module.__dict__.get("forward"), CheckpointedForward)
 
 
 class CheckpointedForward:
-    """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
+    """The replacement of ``module.forward``: an object, so that a copy of the module has one of its own."""
 
     def __init__(self, module: nn.Module, kind: str, context: ParallelContext) -> None:
         self._module, self._kind, self._context = module, kind, context
-        #: a ``forward`` that somebody has given to this module alone
+        #: a ``forward`` that was assigned to this module alone
         self._replaced = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +173,7 @@ class CheckpointedForward:
             nonlocal buffers
             if buffers is None:
                 buffers = {}
-                with _kept_as_they_were(module, foreign, buffers):
+                with _copied_buffers(module, foreign, buffers):
                     return self._forward(args, kwargs)
             with _reparametrize_module(module, {name: x.clone() for name, x in buffers.items()}):
                 return self._forward(args, kwargs)
@@ -196,32 +195,33 @@ class CheckpointedForward:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether a module draws from the streams of the context only, if at all, and changes no buffer a second time."""
+    """Return whether a module draws only from the streams of the context, and changes no buffer a second time."""
     replaced = module.__dict__.get("forward")
     mine = type(module).__module__.startswith("colossus.")
     return mine and (replaced is None or isinstance(replaced, CheckpointedForward))
 
 
 @contextmanager
-def _kept_as_they_were(module: nn.Module, names: list[str], copies: dict[str, Tensor]) -> Iterator[None]:
-    """Around the first pass: ``copies`` gets the buffers of these inner modules from before it, those that it may have
-    changed; recomputations take them, so that they change nothing.
+def _copied_buffers(module: nn.Module, names: list[str], copies: dict[str, Tensor]) -> Iterator[None]:
+    """Fill ``copies`` with the buffers of these inner modules from before the first pass, if it may have changed them.
+
+    Recomputations take the copies, so that they change nothing.
     """
-    held = {
+    buffers = {
         f"{name}.{key}" if name else key: x
         for name in names
         for key, x in module.get_submodule(name)._buffers.items()
         if x is not None
     }
-    versions = {name: x._version for name, x in held.items()}
-    copies.update({name: x.detach().clone() for name, x in held.items()})
+    versions = {name: x._version for name, x in buffers.items()}
+    copies.update({name: x.detach().clone() for name, x in buffers.items()})
     yield
-    for name, x in held.items():
+    for name, x in buffers.items():
         if x._version == versions[name] and x.nbytes > _SMALL:
             del copies[name]
 
 
-# -- what selective keeps ---------------------------------------------------------------------------------------
+# -- results that selective keeps -------------------------------------------------------------------------------
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 #: operations whose results ``selective`` keeps: matmuls, convolutions, attention and collectives
@@ -248,16 +248,16 @@ SAVED = {
 
 
 def _keeping() -> tuple[_KeptOnly, _KeptOnly]:
-    """What a first pass and its recomputations run in."""
-    keep, give_back = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    return _KeptOnly(keep), _KeptOnly(give_back, gives_back=True)
+    """Return the modes in which a first pass and its recomputations run."""
+    keep, reuse = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    return _KeptOnly(keep), _KeptOnly(reuse, gives_back=True)
 
 
 class _KeptOnly(TorchDispatchMode):
-    """One of torch's pair of modes, which is shown only operations whose results are kept.
+    """One of torch's pair of modes, which sees only operations whose results are kept.
 
-    Of others a recomputation may run more than the first pass did, which torch refuses: lookups in tables do, which
-    serve the other ranks, too.
+    A recomputation may run more of the other operations than the first pass did, which torch refuses: lookups in tables
+    do, since they serve the other ranks, too.
     """
 
     def __init__(self, mode: Any, *, gives_back: bool = False) -> None:
@@ -276,14 +276,17 @@ class _KeptOnly(TorchDispatchMode):
                 raise
             raise located_error(
                 f"selective activation checkpointing keeps the result of {func} for one backward, and nothing may "
-                f"change it in place ({error}): take nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, "
-                f"nn.GRU and nn.RNN change it inside of themselves, and retain_graph=True runs backward twice: both "
-                f"work with type 'full'"
+                f"change it in place ({error}): use nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, "
+                f"nn.GRU and nn.RNN change it themselves, and retain_graph=True runs backward twice: both work with "
+                f"type 'full'"
             ) from error
 
 
 def is_kept(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is of `SAVED`, and no attention that drops: what is not drawn again shifts what is drawn after it."""
+    """Return whether selective keeps a result: that of `SAVED`, except attention with dropout.
+
+    A draw that is not repeated would shift the draws after it.
+    """
     if func not in SAVED:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:

@@ -17,15 +17,15 @@ from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_pr
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.matmul import bias_gradient, product, wgrad_product
 
-#: types of input that have no way of their own with functions of torch
+#: types of input that do not override functions of torch
 PLAIN: tuple[type, ...] = (Tensor,)
 
 
 class DeferredWgrad(TorchFunctionMode):
-    """Inside, the weight gradient (wgrad) of ``F.linear`` is deferred where a `WgradDeferral` is active.
+    """A mode that defers the weight gradient (wgrad) of ``F.linear`` where a `WgradDeferral` is active.
 
-    That concerns `torch.nn.Linear` as well as our layers without tensor parallelism. A weight that is computed rather
-    than a parameter (by a parametrization, say) gets its gradient in the ordinary backward.
+    That concerns `torch.nn.Linear` as well as our layers without tensor parallelism. A weight that is computed (by a
+    parametrization, say) and is no parameter gets its gradient in the ordinary backward.
     """
 
     def __init__(self, weights: GatheredWeights) -> None:
@@ -47,7 +47,7 @@ class DeferredWgrad(TorchFunctionMode):
 
 
 def _can_defer(x: Any, weight: Any) -> bool:
-    """Whether a linear is one of whole features with a trainable matrix, outside of torch.func."""
+    """Return whether a linear has whole features and a trainable matrix, outside torch.func."""
     if isinstance(x, ShardedTensor):
         place = x.placement.place("sequence")
         if not x.placement.is_whole or place is None or place.dim == plain(x).dim() - 1:
@@ -60,18 +60,18 @@ def _can_defer(x: Any, weight: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x weight^T + bias`` with its weight gradient apart.
+    """``y = x weight^T + bias`` with a separate weight gradient.
 
     Shapes, all of this rank: ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], ``y`` and ``dy`` [..., out].
-    Backward: ``dx = dy weight`` (dgrad) and the bias's gradient, the sum of ``dy`` over samples, at once;
-    ``dweight = dy^T x`` (wgrad), also summed over samples, at once or deferred.
+    Backward: ``dx = dy weight`` (dgrad) and the bias's gradient, the sum of ``dy`` over samples, at once; ``dweight =
+    dy^T x`` (wgrad), also summed over samples, at once or deferred.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: GatheredWeights) -> Tensor:
         save_for_backward(ctx, x, weight)
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
-        if product_dtype(x) is not None:  # not left to autocast, which would keep a cast that has no gradient
+        if product_dtype(x) is not None:  # autocast would keep a cast without a gradient
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return not_a_view(product(x, weight, bias))
 

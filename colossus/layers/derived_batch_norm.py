@@ -23,18 +23,18 @@ from colossus.sharded_tensor.tensor import ShardedTensor
 class DerivedBatchNorm(ForwardUnder):
     """A forward in which ``F.batch_norm`` takes the statistics of a batch from all ranks, as `layers.BatchNorm1d` does.
 
-    What else the forward computes stays as it is. A recomputation changes neither running statistics nor their count.
+    The rest of the forward does not change. A recomputation changes neither running statistics nor their count.
 
     Raises:
-        ValueError: for a class derived from ``SyncBatchNorm``, which sums over processes itself; in a forward that
-            splits tokens, or that computes statistics of several ranks' samples without ``F.batch_norm``.
+        ValueError: the class derives from ``SyncBatchNorm``, which sums over processes itself; or a forward splits
+            tokens, or computes statistics of several ranks' samples without ``F.batch_norm``.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.title = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
-                f"{self.title} derives from nn.SyncBatchNorm, whose forward sums over all processes whatever the plan: "
+                f"{self.title} derives from nn.SyncBatchNorm, whose forward sums over all processes under any plan: "
                 f"derive it from nn.BatchNorm1d, 2d or 3d, whose statistics colossus.parallelize takes from all ranks"
             )
         super().__init__(module)
@@ -55,9 +55,9 @@ class DerivedBatchNorm(ForwardUnder):
         group = statistics_group(self._parallel, is_training=self.module.training)
         if self.module.training and not self._num_norms and group.size > 1:
             raise located_error(
-                f"{self.title} derives from nn.BatchNorm, but does not call F.batch_norm: what it computes over the "
-                f"samples of a batch would be of one of {group.size} ranks. Call F.batch_norm or super().forward, or "
-                f"leave it so by the rule 'torch'"
+                f"{self.title} derives from nn.BatchNorm, but does not call F.batch_norm: its statistics would cover "
+                f"the samples of one of {group.size} ranks. Call F.batch_norm or super().forward, or leave it so by "
+                f"the rule 'torch'"
             )
 
     def batch_norm(
@@ -71,11 +71,11 @@ class DerivedBatchNorm(ForwardUnder):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Return what ``F.batch_norm`` gives in one process."""
+        """Return the result of ``F.batch_norm`` in one process."""
         self._num_norms += 1
         if isinstance(input, ShardedTensor):
             raise located_error(
-                f"{self.title}: its statistics are over all tokens, of which a rank has a part: {input!r}"
+                f"{self.title}: its statistics need all tokens, but a rank has a part of them: {input!r}"
             )
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)

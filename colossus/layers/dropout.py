@@ -19,9 +19,9 @@ from colossus.sharded_tensor.tensor import plain, wrap
 class Dropout(Layer):
     """``torch.nn.Dropout``, the same under every plan.
 
-    Whether an element is dropped depends on the seed, the step, its sample in the global batch, the module's name, how
-    often it was called in this forward pass, and the element's place in the sample, as of token and feature. So ranks
-    that hold the same element drop it alike, whatever else they hold, and recomputation draws the same again.
+    An element is dropped depending on the seed, the step, its sample in the global batch, the module's name, the number
+    of its call in this forward pass, and the element's place in the sample (token and feature, say). So ranks that have
+    the same element drop it alike, whatever else they have, and recomputation draws the same again.
 
     Shape:
         any, dim 0 the samples (see `ElementNumbers.of`).
@@ -40,7 +40,7 @@ class Dropout(Layer):
         return wrap(self.drop(plain(input), placement or self.parallel.whole_placement), placement)
 
     def drop(self, x: Tensor, placement: Placement) -> Tensor:
-        """A plain local tensor that is split as ``placement`` says, some elements zero, the others over 1 - p."""
+        """Return a plain local tensor, split by ``placement``, with some elements zero and the others over 1 - p."""
         rng = self.context.rng
         key = rng.key("dropout", rng.step, self.full_name, rng.next_call(self.full_name))
         numbers = ElementNumbers.of(x, placement, self.parallel)
@@ -60,9 +60,9 @@ class Dropout(Layer):
 
 
 class _WithoutSavedMask(torch.autograd.Function):
-    """Dropout for where activations are recomputed: its mask follows from its key, and is drawn again in backward.
+    """Dropout for recomputed activations: its mask follows from its key, and is drawn again in backward.
 
-    A mask that is saved behind a collective would make the recomputation repeat that for the mask alone.
+    A saved mask behind a collective would make the recomputation repeat the collective only for the mask.
     """
 
     @staticmethod

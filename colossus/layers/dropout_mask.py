@@ -1,7 +1,7 @@
-"""Masks of dropout as a function of what is dropped: of each element's sample, token and feature in the whole tensor.
+"""Masks of dropout as a function of each element's sample, token and feature in the whole tensor.
 
-A generator's numbers follow from how many were drawn before, so its mask follows from the split. Here each element is
-hashed by itself, so that a rank draws the elements it holds, and ranks under another plan draw the same. The hash is
+A generator's numbers depend on the number of earlier draws, so its mask depends on the split. Here each element is
+hashed by itself, so that a rank draws only its elements, and ranks under another plan draw the same. The hash is
 lowbias32 (Wellons, "Prospecting for Hash Functions", 2018) in 32-bit integers that wrap; each gives two elements 16
 bits. On a CPU it takes a tenth of the time of ``bernoulli_``.
 """
@@ -21,12 +21,12 @@ from colossus.sharded_tensor.placement import Place, Placement
 
 @dataclass(frozen=True)
 class ElementNumbers:
-    """Where the elements of a rank's tensor are in the whole one, and in the global batch.
+    """The places of the elements of a rank's tensor in the whole tensor, and in the global batch.
 
     Attributes:
-        samples: their numbers in the global batch; of a tensor without samples one, -1.
-        rows: for each dim between samples and columns the numbers of its elements.
-        columns: of the last dim.
+        samples: numbers of the samples in the global batch; a tensor without samples has one, -1.
+        rows: for each dim between samples and columns, the numbers of its elements.
+        columns: numbers of the elements of the last dim.
     """
 
     samples: range
@@ -35,10 +35,10 @@ class ElementNumbers:
 
     @classmethod
     def of(cls, x: Tensor, placement: Placement, parallel: ModelParallel) -> ElementNumbers:
-        """Of a plain local tensor: dim 0 is the samples, or samples times what is flattened behind them.
+        """Return the numbers for a plain local tensor, whose dim 0 is the samples, or samples times other dims.
 
-        A tensor whose dim 0 is no multiple of the samples, like one of positions, has none: all samples share its mask.
-        Outside of an engine dim 0 is taken for samples.
+        A tensor whose dim 0 is no multiple of the samples, such as one of positions, has none: all samples share its
+        mask. Outside an engine dim 0 counts as samples.
         """
         context, info, shape = parallel.context, parallel.batch_info, x.shape
         data = context.grid.axes("data")
@@ -47,7 +47,7 @@ class ElementNumbers:
         count = info.microbatch_size // context.size(axes) or shape[0]
         of_rows = tuple(axis for part in parts if part.place.dim == 0 for axis in part.axes)
         if of_rows and (not info.microbatch_size or (len(shape) == 2 and shape[0] % count)):
-            # [samples, features], of which a layout of tokens splits the samples further
+            # [samples, features]: a layout of tokens splits the samples further
             axes, count = axes + of_rows, shape[0]
             parts = [part for part in parts if part.place.dim > 0]
         first, step = context.index(axes) * count, info.sample_step
@@ -70,7 +70,7 @@ class ElementNumbers:
 
 
 class _Part(NamedTuple):
-    """A dim that is split, samples apart: where it is, over which axes, and how long it is where the last is padded."""
+    """A split dim, other than that of samples: its place, its axes, and its whole size if the last rank is padded."""
 
     place: Place
     axes: tuple[str, ...]
@@ -93,7 +93,7 @@ def _parts(placement: Placement) -> list[_Part]:
 
 
 def _numbers_along(size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel) -> range | Tensor:
-    """The numbers in the whole dim of a rank's ``size`` elements, of which ``outer`` samples have one each."""
+    """Return the numbers in the whole dim of a rank's ``size`` elements; they contain ``outer`` samples."""
     context, sequence, num_tokens = parallel.context, parallel.sequence, parallel.batch_info.num_tokens
     numbers, done = torch.zeros(1, dtype=torch.int32, device=x.device), outer
 
@@ -116,18 +116,18 @@ def _numbers_along(size: int, outer: int, parts: Sequence[_Part], x: Tensor, par
 
 
 def keep_mask(key: int, numbers: ElementNumbers, p: float, device: torch.device) -> Tensor:
-    """Which elements are kept, [samples, *rows, columns]; each is dropped with probability ``p``, up to 2^-17.
+    """Return which elements are kept, [samples, *rows, columns]; each is dropped with probability ``p``, up to 2^-17.
 
     Args:
-        key: 63 bits of all that the mask depends on beside the elements.
+        key: 63 bits for everything that the mask depends on beside the elements.
     """
     keys = _mixed(_mixed(_as_tensor(numbers.samples, device) + _signed(key)) + _signed(key >> 32))
-    for each in numbers.rows:
-        keys = _mixed(keys.unsqueeze(-1) + _as_tensor(each, device))
+    for row in numbers.rows:
+        keys = _mixed(keys.unsqueeze(-1) + _as_tensor(row, device))
     columns = numbers.columns
     span = columns if isinstance(columns, range) else range(int(columns.max()) + 1)
     pairs = _as_tensor(range(span.start // 2, (span.stop + 1) // 2), device)
-    # mixed first: the rows, whose keys are random, would else be windows of one sequence, some of which overlap
+    # mix first: else the rows, whose keys are random, would be windows of one sequence, and some would overlap
     bits = _mixed(keys.unsqueeze(-1) + _mixed(pairs)).view(torch.int16)
     keep = bits >= min(round(p * 2**16), 2**16 - 1) - 2**15
     skipped = span.start % 2
@@ -136,7 +136,7 @@ def keep_mask(key: int, numbers: ElementNumbers, p: float, device: torch.device)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """lowbias32 of 32-bit integers, in place. Their shift keeps the sign, which is masked away."""
+    """Return lowbias32 of 32-bit integers, in place. Their shift keeps the sign, so the mask clears it."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -146,7 +146,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as a signed integer."""
+    """Return the low 32 bits as a signed integer."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 

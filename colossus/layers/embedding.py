@@ -42,21 +42,21 @@ class Embedding(Layer):
     does not belong to the logical parameter.
 
     Args:
-        max_norm, scale_grad_by_freq: refused: rows change in a lookup, or gradients by how often a rank has seen an
-            id, which no other plan repeats.
+        max_norm, scale_grad_by_freq: refused: lookups would change rows, or gradients would depend on how often a rank
+            has seen an id, which no other plan repeats.
         device: accepted as torch does, and ignored: the table is made on the device of the context.
-        sparse: the gradient is of the rows that were looked up: sparse COO, or what the strategy of an engine makes of
-            it. The table is then split by features as activations between blocks are, or replicated where they do not
-            divide, and cannot be tied to a head, which needs all rows.
-        return_layout: of the output, by default whole. That between blocks gives what ``to_residual`` makes of a whole
-            one, with less traffic.
+        sparse: the gradient has only the rows that were looked up, as sparse COO, or as an engine's strategy stores it.
+            The table is then split by features like activations between blocks, or replicated where they do not divide,
+            and cannot be tied to a head, which needs all rows.
+        return_layout: layout of the output, by default whole. The layout between blocks equals ``to_residual`` of a
+            whole output, with less traffic.
 
     Shape:
         ids [..] in the whole layout, output [.., embedding_dim].
 
     Raises:
-        ValueError: for an embedding_dim that does not divide, and for ids outside the vocabulary (checked on CPU; a
-            split table would answer zeros in silence).
+        ValueError: embedding_dim does not divide, or ids are outside the vocabulary (checked on CPU; a split table
+            would silently return zeros).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Embedding(Layer):
     ) -> None:
         super().__init__()
         if max_norm is not None or scale_grad_by_freq:
-            raise located_error("Embedding: max_norm and scale_grad_by_freq are not there; leave them out")
+            raise located_error("Embedding: max_norm and scale_grad_by_freq are not supported; leave them out")
         self.sparse, self.return_layout = sparse, return_layout or self.parallel.regions.whole
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
         if padding_idx is not None and padding_idx < 0:
@@ -101,10 +101,10 @@ class Embedding(Layer):
         return wrap(y, Placement.standard(self.parallel, target, target, y.dim(), place))
 
     def _rows(self, ids: Tensor, target: Activation) -> Tensor:
-        """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
+        """Return the rows of ``ids`` as a plain local tensor in the layout ``target``."""
         if self.sharding is None:
             find = sparse_embedding if self.sparse else look_up
-            with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
                 rows = find(ids, self.weight, self.padding_idx)
             rows = rows.to(activation_dtype(self.weight, self.context.precision))
             return move(rows, self._looked_up, target, self.parallel)
@@ -114,12 +114,12 @@ class Embedding(Layer):
         if plans is None:
             plans = self._move_plans[target, ndim] = self._make_plans(self.sharding, target, ndim)
         local_ids = run(plans.ids, ids).wait()
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             return _Lookup.apply(local_ids, self.weight, self.padding_idx, plans, self.parallel)
 
     @staticmethod
     def _lookup_layout(sharding: MatmulSharding) -> Activation:
-        """The layout of what was looked up, before it is reduced."""
+        """Return the layout of the looked-up rows, before they are reduced."""
         return replace(sharding.y.rows(), features=sharding.x.features, partial=sharding.y.features)
 
     def _make_plans(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupPlans:
@@ -147,9 +147,7 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 
 class _LookupPlans(NamedTuple):
-    """The moves of ids, table and rows, the groups of the last two; and which shard of the vocabulary this rank looks
-    up in.
-    """
+    """The moves of ids, table and rows, the groups of the last two, and the index of this rank's vocabulary shard."""
 
     ids: tuple[BoundMove, ...]
     w: MovePlan
@@ -159,7 +157,7 @@ class _LookupPlans(NamedTuple):
 
 
 class _Lookup(torch.autograd.Function):
-    """weight[ids] on one rank, of a vocabulary that is split. Shapes are per rank, for V words and H features.
+    """weight[ids] on one rank, for a split vocabulary. Shapes are per rank, for V words and H features.
 
         ids      [t]          moved by the caller to the rows that this rank looks up
         weight   [v_w, h_w]   stored   -gather_b->   [v, h], words v * shard .. v * (shard + 1) of V
@@ -169,8 +167,8 @@ class _Lookup(torch.autograd.Function):
         wgrad    dw [v_w, h_w] = reduce_b(one_hot(ids).T [v, t] @ dy [t, h])     as a scatter-add; the dual of gather_b
                  with dy [t, h] = gather(dy [t_y, h_y]), the dual of reduce
 
-    There is no dgrad: ids have no gradient. 1D: weight [V/p, H] is looked up as it is, and y [T, H] is all-reduced.
-    3D: weight [V/ji, H/k] is gathered to [V/j, H/k], y is scattered over j.
+    There is no dgrad: ids have no gradient. 1D: weight [V/p, H] is not moved, and y [T, H] is all-reduced. 3D: weight
+    [V/ji, H/k] is gathered to [V/j, H/k], y is scattered over j.
     """
 
     @staticmethod
@@ -185,7 +183,7 @@ class _Lookup(torch.autograd.Function):
         local.masked_fill_(elsewhere, 0)
         out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
-            elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
+            elsewhere = elsewhere | (ids == padding_idx)  # its row is looked up, but gets no gradient
         save_for_backward(ctx, local, elsewhere)
         ctx.num_rows, ctx.plans, ctx.weights, ctx.parameter = gathered.shape[0], plans, parallel.weights, weight
         return not_a_view(run(plans.y.forward, out, owned=True).wait())
@@ -197,7 +195,7 @@ class _Lookup(torch.autograd.Function):
         plans: _LookupPlans = ctx.plans
         weight: Tensor = ctx.parameter
         note_weight(plans.groups, weight)
-        # a word's gradients are added up in the dtype of their sum
+        # a word's gradients are summed in the dtype of weight.grad
         dy = run(plans.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = ctx.weights.reduce(weight, gradient, plans.w)
@@ -207,10 +205,10 @@ class _Lookup(torch.autograd.Function):
 class PositionEmbedding(Layer):
     """Learned positions, added to an activation: x [batch, tokens, dim] + weight[positions], output like x.
 
-    The table is split by features as activations between blocks are, or replicated where they do not divide.
+    The table is split by features like activations between blocks, or replicated where they do not divide.
 
     Raises:
-        ValueError: for more tokens than positions.
+        ValueError: there are more tokens than positions.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ class PositionEmbedding(Layer):
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
         self.meet_between_blocks(x, activation, self.layout.dims[1])
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             rows = self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
         if self.layout.dims[1] != activation.features:
@@ -240,15 +238,15 @@ class PositionEmbedding(Layer):
         return wrap(x + rows, placement)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
-        """The rows of this rank's tokens, [count, ..]."""
+        """Return the rows of this rank's tokens, [count, ..]."""
         index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence, info = self.parallel.sequence, self.parallel.batch_info
         seen = info.cache.seen if info.cache is not None else 0
         total = seen + (info.num_tokens or count * num_shards)
         if total > self.num_positions:
             raise located_error(
-                f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions: cut the "
-                f"sequences, or make it for {total} or more (seq_len of the model, num_positions of the layer)"
+                f"{self.title}: a sequence has {total} tokens, but there are only {self.num_positions} positions: cut "
+                f"the sequences, or allow {total} or more (seq_len of the model, num_positions of the layer)"
             )
         if sequence is None:
             return self.weight[seen + index * count : seen + (index + 1) * count]
@@ -258,12 +256,11 @@ class PositionEmbedding(Layer):
 
 
 def check_range(ids: Tensor, size: int, what: str) -> None:
-    """On CPU, that all ids are in 0..size-1 (on an accelerator the check would wait for the device)."""
+    """Raise ValueError unless all ids are in 0..size-1; only on CPU, since on an accelerator the host would wait."""
     if ids.device.type == "cpu" and ids.numel():
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= size:
             raise located_error(
                 f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}: the model's "
-                f"vocab_size must be that of the tokenizer that made them (padding is an id of its own in it, or -100 "
-                f"in labels)"
+                f"vocab_size must be that of the tokenizer that made them (padding is an id in it, or -100 in labels)"
             )

@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to experts and back: in the order of experts, on the ranks that hold these."""
+"""The exchange of tokens' rows with the ranks of their experts, in the order of experts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from colossus.context.groups import AxisGroup
 class _TakeRows(torch.autograd.Function):
     """x [n, h] -> x[index] [m, h]; with ``pads`` a row of index n is zero.
 
-    The gradient is taken as the value is, with ``sources`` [n, c]: of each row of x its places in the output. The sum
-    over them has an order, which a scatter-add has not.
+    The gradient uses ``sources`` [n, c]: the places of each row of x in the output. The sum over them has a fixed
+    order, unlike a scatter-add.
     """
 
     @staticmethod
@@ -35,18 +35,18 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor, sources: Tensor, pads: bool = False) -> Tensor:
-    """``x[index]``, whose gradient is summed in a fixed order: see `_TakeRows`."""
+    """Return ``x[index]``, whose gradient is summed in a fixed order: see `_TakeRows`."""
     out: Tensor = _TakeRows.apply(x, index, sources, pads)
     return out
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Of a permutation."""
+    """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Exchange(torch.autograd.Function):
-    """x [rows sent, h] -> [rows received, h]: each rank gets its part; the gradient goes back."""
+    """An all-to-all of rows, x [rows sent, h] -> [rows received, h]; the gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: uneven.Lengths, group: AxisGroup) -> Tensor:
@@ -61,20 +61,20 @@ class _Exchange(torch.autograd.Function):
 
 
 def bytes_sent(own: int, others: int, ranks: int, num_experts: int, row_bytes: int) -> tuple[int, int]:
-    """What a rank sends for a layer's experts in a forward and its backward: lengths, and rows of tokens.
+    """Return the bytes that a rank sends for a layer's experts in forward and backward: of lengths, and of rows.
 
-    Lengths are n + E integers for each of n - 1 ranks, in forward. Rows go there and back, and so do their gradients:
-    2 (s + r). With T tokens on each rank, k choices and balanced routing s = r = T k (n - 1) / n.
+    In forward, a rank sends n + E integers to each of n - 1 ranks. Rows travel there and back, and so do their
+    gradients: 2 (s + r) rows. With T tokens on each rank, k choices and balanced routing, s = r = T k (n - 1) / n.
 
     Args:
-        own: s, of its own choices those for experts of other ranks.
-        others: r, choices of other ranks for its experts.
+        own: s, the number of this rank's choices for experts of other ranks.
+        others: r, the number of other ranks' choices for its experts.
     """
     return (ranks - 1) * (ranks + num_experts) * 8, 2 * (own + others) * row_bytes
 
 
 def agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[uneven.Lengths, Tensor]:
-    """How many rows each rank sends to each, and how many of each rank are for each expert of this one [ranks, own]."""
+    """Return how many rows each rank sends to each, and how many of each rank are for each expert here [ranks, own]."""
     n, num_local = group.size, len(counts) // group.size
     per_expert = counts.tolist()
     per_rank = [sum(per_expert[rank * num_local :][:num_local]) for rank in range(n)]
@@ -83,17 +83,17 @@ def agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[uneven.Length
 
 
 def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """The rows of all ranks for the experts of this one; each rank of ``group`` holds as many, in their order.
+    """Return the rows of all ranks for the experts of this one; each rank of ``group`` has equally many, in order.
 
-    What a rank sends says `bytes_sent`.
+    `bytes_sent` counts the traffic.
 
     Args:
-        rows: [choices, h], by expert.
-        counts: of each expert of all ranks, [E].
+        rows: [choices, h], sorted by expert.
+        counts: rows of each expert of all ranks, [E].
 
     Returns:
-        The rows [received, h], by expert, those of one expert by rank; how many are for each of this rank's experts;
-        and what brings a row for each of them back to where it came from.
+        The rows [received, h], sorted by expert and then by rank; the number of rows of each of this rank's experts;
+        and a function that sends one row for each of them back to its rank.
     """
     lengths, received = agree(rows, counts, group)
     expert_of = torch.arange(received.shape[1]).repeat(group.size)

@@ -11,9 +11,9 @@ from colossus.comm.autograd import uncompiled
 
 
 class ForwardUnder:
-    """A function in the place of ``module.forward``, a user's own too; hooks stay outside.
+    """A replacement of ``module.forward``, even of a user's own; hooks run outside it.
 
-    It is an object, so that a copy of the module has one of its own. A subclass says under what the forward runs.
+    It is an object, so that a copy of the module has one of its own. A subclass provides the mode of the forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -21,7 +21,7 @@ class ForwardUnder:
         vars(module)["forward"] = self
 
     def mode(self) -> AbstractContextManager[Any]:
-        """Return what is entered around a forward."""
+        """Return the context manager that is entered for a forward."""
         raise NotImplementedError
 
     @uncompiled

@@ -1,4 +1,4 @@
-"""Rows that lie group by group, each group multiplied by a weight of its own."""
+"""Products of consecutive groups of rows, each group with a weight of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from colossus.tensor_parallel.dtypes import product_dtype
 
 
 def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]:
-    """The counts of `grouped_product` as it takes them fastest for such operands: on the host, or where they are."""
-    if x.is_meta:  # operations are counted, as many of any split
+    """Return the counts for `grouped_product` in its fastest form for such operands: on the host, or on the device."""
+    if x.is_meta:  # only operations are counted, which any split has equally many of
         return [len(x), *[0] * (len(weight) - 1)]
     is_aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0  # rows of whole 16 bytes
     in_one = x.is_cuda and (product_dtype(x) or x.dtype) == torch.bfloat16 and is_aligned
@@ -20,12 +20,12 @@ def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Tensor | list[int]) -> Tensor:
-    """``x_g @ weights[g].T`` for the rows of each group g, one below the other: x [n, in] -> [n, out].
+    """Return ``x_g @ weights[g].T`` for the rows of each group g, which are consecutive: x [n, in] -> [n, out].
 
     Args:
         weights: [groups, out, in].
-        counts: rows of each group, of sum n, from `group_sizes`: as a tensor all groups are one kernel
-            (``torch._grouped_mm``) and the host reads no counts; as a list they are a loop.
+        counts: rows of each group, of sum n, from `group_sizes`: with a tensor all groups are one kernel
+            (``torch._grouped_mm``) and the host reads no counts; with a list they are a loop.
     """
     if isinstance(counts, Tensor):
         dtype = product_dtype(x) or x.dtype

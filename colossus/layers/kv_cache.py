@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from colossus.arithmetic import round_up
 from colossus.error_place import located_error
 
-#: tokens by which the room grows: what is copied then is little beside what attention has read for them
+#: tokens by which the buffer grows; the copy then is small beside what attention has read for these tokens
 _MORE = 256
 
 
 @dataclass
-class _Held:
-    """Of one attention: ``length`` tokens of [batch, key/value heads, room, head_dim] are filled."""
+class _LayerCache:
+    """The cache of one attention: ``length`` tokens of [batch, key/value heads, room, head_dim] are filled."""
 
     keys: Tensor
     values: Tensor
@@ -25,11 +25,11 @@ class _Held:
 
 
 class KeyValueCache:
-    """Keys (with their positions, where these are rotary) and values of all attentions of one rank.
+    """Keys (rotated, with rotary positions) and values of all attentions of one rank.
 
-    Layers find it in the batch's information (`BatchInfo.cache`). Whoever runs the model calls `advance` after each
-    forward. Of each attention a rank holds 2 x batch x heads x room x head_dim elements, of its own samples and
-    key/value heads, where the room is the tokens seen, rounded up to 256.
+    Layers find it in the batch's information (`BatchInfo.cache`). The code that runs the model calls `advance` after
+    each forward. For each attention a rank stores 2 x batch x heads x room x head_dim elements, for its own samples and
+    key/value heads; the room is the number of seen tokens, rounded up to 256.
 
     Attributes:
         seen: tokens of earlier forwards: the position of the first token of this one.
@@ -37,37 +37,37 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.seen = 0
-        self._held: dict[nn.Module, _Held] = {}
+        self._layers: dict[nn.Module, _LayerCache] = {}
 
     def advance(self, tokens: int) -> None:
-        """A forward of this many tokens is done.
+        """Count the tokens of a finished forward.
 
         Raises:
-            ValueError: when an attention was not called with these tokens: then what it holds is not the past.
+            ValueError: an attention was not called with these tokens, so that its cache misses them.
         """
         self.seen += tokens
-        for layer, held in self._held.items():
-            if held.length != self.seen:
+        for layer, stored in self._layers.items():
+            if stored.length != self.seen:
                 _refuse(layer)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is held, room for more included."""
-        return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
+        """Bytes of the whole cache, including unused room."""
+        return sum(stored.keys.nbytes + stored.values.nbytes for stored in self._layers.values())
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of new tokens to all that were seen, and to themselves: [batch, heads, tokens, head_dim].
+        """Return causal attention of new tokens to all earlier ones and themselves: [batch, heads, tokens, head_dim].
 
         Args:
-            layer: whose keys and values these are; called once in each forward.
+            layer: the attention with these keys and values; called once in each forward.
             query: [batch, heads, tokens, head_dim].
-            key, value: [batch, key/value heads, tokens, head_dim]; they are kept.
+            key, value: [batch, key/value heads, tokens, head_dim]; they are stored.
         """
         key, value = self._extend(layer, key, value)
         batch, heads, tokens, size = query.shape
         kv = key.shape[-3]
         if tokens == 1:
-            # heads that share keys are the tokens of one: so the cache is not repeated, as ``enable_gqa`` does
+            # heads that share keys become tokens of one head, since ``enable_gqa`` would repeat the cache
             grouped = query.reshape(batch, kv, heads // kv, size)
             return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, heads, 1, size)
         if not self.seen:
@@ -76,21 +76,21 @@ class KeyValueCache:
         return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=kv != heads)
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the new ones, which are written behind those that are there."""
-        held = self._held.get(layer)
-        if held is None:
+        """Return keys and values of all tokens up to the new ones, after storing the new ones."""
+        stored = self._layers.get(layer)
+        if stored is None:
             empty = key.new_empty((*key.shape[:-2], 0, key.shape[-1]))
-            held = self._held[layer] = _Held(empty, empty)
-        if held.length != self.seen or held.keys.shape[:2] != key.shape[:2]:
+            stored = self._layers[layer] = _LayerCache(empty, empty)
+        if stored.length != self.seen or stored.keys.shape[:2] != key.shape[:2]:
             _refuse(layer)
         stop = self.seen + key.shape[-2]
-        if stop > held.keys.shape[-2]:
-            held.keys, held.values = self._grown(held.keys, stop), self._grown(held.values, stop)
+        if stop > stored.keys.shape[-2]:
+            stored.keys, stored.values = self._grown(stored.keys, stop), self._grown(stored.values, stop)
         # narrow: an index takes twice as long
-        held.keys.narrow(2, self.seen, stop - self.seen).copy_(key)
-        held.values.narrow(2, self.seen, stop - self.seen).copy_(value)
-        held.length = stop
-        return held.keys.narrow(2, 0, stop), held.values.narrow(2, 0, stop)
+        stored.keys.narrow(2, self.seen, stop - self.seen).copy_(key)
+        stored.values.narrow(2, self.seen, stop - self.seen).copy_(value)
+        stored.length = stop
+        return stored.keys.narrow(2, 0, stop), stored.values.narrow(2, 0, stop)
 
     def _grown(self, old: Tensor, tokens: int) -> Tensor:
         new = old.new_empty((*old.shape[:-2], round_up(tokens, _MORE), old.shape[-1]))
@@ -100,7 +100,7 @@ class KeyValueCache:
 
 def _refuse(layer: nn.Module) -> None:
     raise located_error(
-        f"{getattr(layer, 'title', type(layer).__name__)}: with a key/value cache every attention is called once in "
-        f"each forward, with all tokens of it and the same samples; a model that does otherwise is called with whole "
-        f"sequences (key_value_cache = False)"
+        f"{getattr(layer, 'title', type(layer).__name__)}: with a key/value cache every attention must be called once "
+        f"in each forward, with all of its tokens and the same samples; call other models with whole sequences "
+        f"(key_value_cache = False)"
     )

@@ -1,4 +1,4 @@
-"""The base of the layers, and how layers call the modules inside of them, which may be a user's."""
+"""The base of the layers, and calls of the modules inside them, which may be a user's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(NamedModule):
     """Base of the layers.
 
     Attributes:
-        is_fused: whether it gives several outputs, as a tuple.
+        is_fused: the layer returns several outputs, as a tuple.
     """
 
     is_fused: bool = False
@@ -41,10 +41,10 @@ class Layer(NamedModule):
     def __init__(self) -> None:
         super().__init__()
         self.parallel = model_parallel_of(current_context())
-        self._seen: set[Activation] = set()  # layouts of inputs that were checked and recorded
+        self._seen: set[Activation] = set()  # layouts of inputs that have been checked and recorded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        """A copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
+        """Return a copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -55,7 +55,7 @@ class Layer(NamedModule):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the move plans, which hold process groups, and are made anew when they are needed."""
+        """Return the state without the move plans, which contain process groups and are made anew when needed."""
         return {name: {} if name == "_move_plans" else value for name, value in vars(self).items()}
 
     @property
@@ -70,10 +70,10 @@ class Layer(NamedModule):
         *,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
-        """A parameter with the rank's shards of one or more logical parameters, one above the other in dim 0.
+        """Return a parameter with the rank's shards of one or more logical parameters, concatenated along dim 0.
 
         Args:
-            shapes: name -> full shape of each logical parameter; one, named "", when the parameter is not fused.
+            shapes: name -> full shape of each logical parameter; a parameter that is not fused has one, named "".
             init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
@@ -98,14 +98,14 @@ class Layer(NamedModule):
     def choose_sharding(
         self, split: str | None, in_features: int, outputs: Mapping[str, int], *, padded: bool = False
     ) -> MatmulSharding | None:
-        """The sharding of a weight, by its sizes and counted bytes; None without tensor parallelism.
+        """Return the sharding of a weight, by its sizes and counted bytes; None without tensor parallelism.
 
         Args:
-            split, outputs, padded: as of `colossus.tensor_parallel.choose_sharding.Shardings.choose`. Outside of a pair
-                a weight whose sizes do not divide is not split.
+            split, outputs, padded: see `colossus.tensor_parallel.choose_sharding.Shardings.choose`. Outside a pair, a
+                weight whose sizes do not divide is not split.
 
         Raises:
-            ValueError: when the sizes of a pair do not divide.
+            ValueError: the sizes of a pair do not divide.
         """
         shardings = self.parallel.shardings
         if shardings is None:
@@ -121,9 +121,10 @@ class Layer(NamedModule):
         )
 
     def split_between_blocks(self, num_features: int) -> Activation:
-        """An activation in the whole layout, but with features split as between blocks; whole where they do not divide.
+        """Return the whole layout with features split as between blocks, or whole if they do not divide.
 
-        What has a row for each id, position or class meets this one: its rows are whole, its columns split alike.
+        A table with a row for each id, position or class meets this activation: its rows are whole, its columns split
+        alike.
         """
         features = self.parallel.regions.residual.features
         if features and num_features % self.context.size(features):
@@ -154,34 +155,38 @@ class Layer(NamedModule):
             self._seen.add(activation)
 
     def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
-        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none;
-        refused inside of a column/row pair, where features are split otherwise.
+        """Record a use of a local x in the layout ``activation`` with a parameter split over ``features``, or whole.
+
+        Raises:
+            ValueError: x is inside a column/row pair, where features are split otherwise.
         """
         if activation.features not in ((), features):
             raise located_error(
                 f"{self.title}: features are split over {','.join(activation.features)} (local shape "
-                f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
+                f"{tuple(x.shape)}), inside a column/row pair: put the layer before the pair, or behind it"
             )
         self.record_uses(activation)
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
-        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer, or raise
-        ValueError instead of it, when x is what cannot be multiplied.
+        """Add this layer's name to an error of the product of a plain local x in the layout ``source``.
+
+        Raises:
+            ValueError: instead of the error, if x cannot be multiplied.
         """
-        found = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
-        given = f"given {tuple(x.shape)} on this rank"
-        if found != in_features:
-            raise ValueError(f"{self.title}: it takes {in_features} features, but its input has {found}") from error
+        features = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
+        of_input = f"given {tuple(x.shape)} on this rank"
+        if features != in_features:
+            raise ValueError(f"{self.title}: it takes {in_features} features, but its input has {features}") from error
         if isinstance(error, ValueError):
             raise ValueError(
-                f"{self.title}, {given}: {error}. Samples travel between the ranks of this tensor mode: give it a "
-                f"number of them that divides (of one that all samples share: x.expand(n, ..), and one row of the "
-                f"result), or take split=None"
+                f"{self.title}, {of_input}: {error}. Samples travel between the ranks of this tensor mode: pass a "
+                f"number of them that divides (for one row that all samples share: x.expand(n, ..), and one row of "
+                f"the result), or use split=None"
             ) from error
-        error.add_note(f"in {self.title}, {given}")
+        error.add_note(f"in {self.title}, {of_input}")
 
     def note_collectives(self, group: AxisGroup) -> None:
-        """Tell a group that the collectives which follow are of this layer."""
+        """Record in a group that its next collectives belong to this layer."""
         if not torch.compiler.is_compiling():
             group.program.note(self._subject)
 
@@ -192,7 +197,7 @@ class Layer(NamedModule):
 
     @property
     def title(self) -> str:
-        """How errors name this layer."""
+        """The name of this layer in errors."""
         return f"{self.full_name} ({type(self).__name__})" if self.full_name else type(self).__name__
 
 
@@ -201,9 +206,9 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer of ours whose ``forward`` nobody has overridden or replaced.
+    """Return whether ``module`` is a layer of ours whose ``forward`` is neither overridden nor replaced.
 
-    Such a layer takes what is split; anything else is right on what is whole.
+    Such a layer takes split tensors; any other module needs whole ones.
     """
     if not isinstance(module, Layer) or ("forward" in module.__dict__ and not is_checkpointed(module)):
         return False
@@ -225,15 +230,15 @@ def call(
     outputs: int | None = None,
     **more: Any,
 ) -> Any:
-    """``child(x)``; a module of a user's gets x in the whole layout, and what it returns is moved back.
+    """Return ``child(x)``; a module of a user's gets x in the whole layout, and its result is moved back.
 
     Args:
-        target: the layout of what is returned; by default that to which x comes back.
-        outputs: how many outputs a fused linear gives, as a tuple; None for one tensor.
+        target: the layout of the result; by default the layout to which x comes back.
+        outputs: the number of outputs of a fused linear, as a tuple; None for one tensor.
         more: keyword arguments of the child; a user's module gets those that are not None.
 
     Raises:
-        ValueError: when the child returns something else than these tensors.
+        ValueError: the child returns something else than these tensors.
     """
     if is_ours(child):
         out = child(x, **more)
@@ -255,6 +260,6 @@ def call(
         return moved(out)
     if outputs is not None and isinstance(out, tuple | list) and len(out) == outputs:
         return tuple(map(moved, out))
-    found = f" of shape {tuple(out.shape)}" if isinstance(out, Tensor) else ""
-    wanted = f"{outputs} tensors, as the fused Linear does in whose place it is" if outputs else "one tensor"
-    raise located_error(f"a {type(child).__name__} returned a {type(out).__name__}{found}; it must return {wanted}")
+    shape = f" of shape {tuple(out.shape)}" if isinstance(out, Tensor) else ""
+    wanted = f"{outputs} tensors, as the fused Linear that it replaces does" if outputs else "one tensor"
+    raise located_error(f"a {type(child).__name__} returned a {type(out).__name__}{shape}; it must return {wanted}")

@@ -1,4 +1,4 @@
-"""What multiplies by a weight: linear layers, on their own or in column/row pairs, with one output or several."""
+"""Layers that multiply by a weight: linears, alone or in column/row pairs, with one output or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPLITS = (None, "column", "row")
 
 
 class MatmulLayer(Layer):
-    """Base of what multiplies by one weight [out, in], split as ``sharding`` says; None without tensor parallelism."""
+    """Base of layers that multiply by one weight [out, in], split by ``sharding``; None without tensor parallelism."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -43,10 +43,10 @@ class MatmulLayer(Layer):
         dtype: torch.dtype | None,
         tied: nn.Parameter | None = None,
     ) -> None:
-        """Make weight and bias, with torch's initial values where others are not given.
+        """Make weight and bias, by default with torch's initial values.
 
         Args:
-            outputs: name -> out_features; one is named "".
+            outputs: name -> out_features; a single output is named "".
             tied: the weight to share; then none is made.
         """
         self.in_features = in_features
@@ -65,7 +65,7 @@ class MatmulLayer(Layer):
         self._move_plans: dict[tuple[Activation, Activation, int], MatmulPlans] = {}
 
     def multiply(self, x: Tensor, bias: Tensor | None, source: Activation, target: Activation) -> Tensor:
-        """Of a plain local x laid out as ``source``; the product is laid out as ``target``."""
+        """Multiply a plain local x in the layout ``source``; the product has the layout ``target``."""
         key = (source, target, x.dim())
         plans = self._move_plans.get(key)
         if plans is None:
@@ -77,7 +77,7 @@ class MatmulLayer(Layer):
             raise
 
     def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
-        """As of `colossus.tensor_parallel.matmul.matmul_plans`."""
+        """Return the plans of `colossus.tensor_parallel.matmul.matmul_plans` for this layer's weight."""
         assert self.sharding is not None
         self.check_stored(self.weight, self.sharding.weight)
         weights = self.parallel.weights
@@ -87,16 +87,16 @@ class MatmulLayer(Layer):
 class Linear(MatmulLayer):
     """``torch.nn.Linear`` whose weight may be split over the tensor ranks.
 
-    With ``split=None`` it takes and returns all features, as torch's does, and is right anywhere in a model: how its
-    weight is split is chosen by counted bytes, and where its sizes do not divide every rank computes all of it. A
-    column/row pair saves the traffic between its two: ``split="column"`` returns features that stay split, a
+    With ``split=None`` it takes and returns all features, as torch's does, and is right anywhere in a model: the split
+    of its weight is chosen by counted bytes, and where its sizes do not divide every rank computes all of it. A
+    column/row pair saves the traffic between the two: ``split="column"`` returns features that stay split, a
     `ShardedTensor`, on which element-by-element functions work and which ``split="row"`` takes.
 
     Args:
         in_features: size of the last dim of the input.
         out_features: size of the last dim of the output; a mapping name -> size gives several outputs from one input,
             each its own logical parameter (``weight`` of ``query``, ...), with one matmul.
-        bias: whether to add one.
+        bias: add a bias.
         device: accepted as torch does, and ignored: parameters are made on the device of the context.
         split: None, ``"column"`` or ``"row"``.
         init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
@@ -106,7 +106,7 @@ class Linear(MatmulLayer):
         by the number of tensor ranks.
 
     Raises:
-        ValueError: when a pair's sizes do not divide over the tensor ranks.
+        ValueError: a pair's sizes do not divide over the tensor ranks.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Linear(MatmulLayer):
         return tuple(wrap(output, placement) for output in y)
 
     def _product(self, x: Tensor, source: Activation, target: Activation) -> Any:
-        """Of a plain local tensor laid out as ``source``; what it gives is laid out as ``target``."""
+        """Multiply a plain local tensor in the layout ``source``; the outputs have the layout ``target``."""
         if not self.is_fused:
             return self.multiply(x, self.bias, source, target)
         assert self.sharding is not None
@@ -179,10 +179,10 @@ class Linear(MatmulLayer):
 
 
 class SharedInput:
-    """What linears of one input share: x is moved to where they multiply once, and so is the sum of their gradients.
+    """A cache for linears of one input: x moves once to where they multiply, and so does the sum of their gradients.
 
-    A fused linear does that by itself. Of others (the query, key and value of a model that has three linears) each
-    would move x, and sum its gradient over the ranks, on its own.
+    A fused linear does that by itself. Without the cache, separate linears (the query, key and value of a model that
+    has three) would each move x, and sum its gradient over the ranks, on their own.
     """
 
     def __init__(self, num_linears: int) -> None:
@@ -192,7 +192,7 @@ class SharedInput:
         self._version = -1
 
     def take(self, x: Tensor, local: Tensor, source: Activation, linear: Linear) -> Tensor:
-        """``local``, the rank's part of x, as the linears multiply it: kept from the first of them until the last."""
+        """Return ``local``, the rank's part of x, in the layout of the product, for all linears of one input."""
         assert linear.sharding is not None
         if self._moved is None or self._x is not x or self._version != x._version:
             self._moved = move(to_product_dtype(local), source, linear.sharding.x, linear.parallel)
@@ -205,7 +205,7 @@ class SharedInput:
 
 
 def share_input(linears: Sequence[Linear]) -> None:
-    """Tell linears that are given the same tensor that they are; those that multiply x in one layout share its move."""
+    """Let linears with the same input tensor share its move, if they multiply x in one layout."""
     by_layout: dict[Activation, list[Linear]] = {}
     for linear in linears:
         if linear.sharding is not None and linear.split == "column":

@@ -24,15 +24,15 @@ class LMHead(MatmulLayer):
     """Logits over the vocabulary, split over the tensor ranks where there are any.
 
     Args:
-        hidden_size: of the input.
-        vocab_size: of the output; need not divide, the last ranks are padded.
-        bias: whether to add one.
+        hidden_size: features of the input.
+        vocab_size: features of the output; it need not divide, the last ranks are padded.
+        bias: add a bias.
         tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
-        whole: give all logits on every rank, for code that knows plain tensors only.
+        whole: return all logits on every rank, for code that takes only plain tensors.
 
     Shape:
-        input [.., hidden_size]; output [.., vocab_size], a `ShardedTensor` of [.., ceil(vocab_size / ranks)] where
-        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_whole`` gathers it.
+        input [.., hidden_size]; output [.., vocab_size], a `ShardedTensor` of [.., ceil(vocab_size / ranks)] where the
+        vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it; ``to_whole`` gathers it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LMHead(MatmulLayer):
         if tied_to is not None and (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
             raise located_error(
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
-                f"{tied_to.embedding_dim}: they share one weight, so give both the same sizes"
+                f"{tied_to.embedding_dim}: they share one weight, so both need the same sizes"
             )
         if tied_to is not None and tied_to.sparse:
             raise located_error(
@@ -62,7 +62,7 @@ class LMHead(MatmulLayer):
                 f"the logits of all words give all rows of the table a gradient, which is dense. Leave sparse out, or "
                 f"tie nothing"
             )
-        # split as the rows of the weight are, so that both are padded alike
+        # split like the rows of the weight, so that both have the same padding
         self.bias_layout = Layout(self.sharding.weight.dims[:1] if self.sharding else ((),))
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         tied = None if tied_to is None else tied_to.weight
@@ -85,7 +85,7 @@ class LMHead(MatmulLayer):
             return self.bias
         target = Layout(self.sharding.gathered_weight.dims[:1])
         gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in target.shard_axes)
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             return redistribute(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
 
     def extra_repr(self) -> str:
@@ -97,9 +97,9 @@ class Classifier(LMHead):
     """Logits over classes: `LMHead` with a bias, for a pooled [batch, hidden_size] or any other number of dims.
 
     Args:
-        hidden_size: of the input.
-        num_classes: of the output; need not divide.
-        options: as of `LMHead`.
+        hidden_size: features of the input.
+        num_classes: features of the output; it need not divide.
+        options: further arguments of `LMHead`.
     """
 
     def __init__(

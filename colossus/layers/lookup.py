@@ -1,4 +1,4 @@
-"""Rows of a table: with a gradient wider than the table, or of the rows that were looked up only."""
+"""Lookups of rows of a table, with a gradient wider than the table, or with only the looked-up rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None, *, wide: bool = False) -> Tensor:
-    """``F.embedding(ids, table, padding_idx)``: ids [..], table [words, dim], result [.., dim].
+    """Return ``F.embedding(ids, table, padding_idx)``: ids [..], table [words, dim], result [.., dim].
 
-    torch adds up the gradients of a word in the dtype of the table. Of bfloat16 that loses those of a frequent word:
-    they are added up in the dtype of ``table.grad``.
+    torch sums the gradients of a word in the dtype of the table. In bfloat16 that loses those of a frequent word, so
+    they are summed in the dtype of ``table.grad``.
 
     Args:
         wide: the result has that dtype, too.
@@ -31,7 +31,7 @@ def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None, *, wide:
 
 
 class _WideGradient(torch.autograd.Function):
-    """table [words, dim] [ids], the gradient summed in the dtype of ``table.grad``; there is no dgrad."""
+    """A lookup of rows of a table [words, dim], whose gradient is summed in the dtype of ``table.grad``; no dgrad."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, padding_idx: int, dtype: torch.dtype) -> Tensor:
@@ -50,16 +50,16 @@ class _WideGradient(torch.autograd.Function):
 def distinct_rows(
     ids: Tensor, table: Tensor, padding_idx: int | None = None, *, sparse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The rows of some ids, each once, from the source of the table's rows or from the table itself.
+    """Return the rows of some ids, each once, from the source of the table's rows or from the table itself.
 
     Args:
         ids: integers, any shape.
-        table: [rows, dim], of which a rank may hold some rows only where there is a source.
+        table: [rows, dim]; a rank may store some of the rows only if there is a source.
         padding_idx: an id whose row gets no gradient.
-        sparse: without a source, whether ``table.grad`` is sparse COO.
+        sparse: without a source, ``table.grad`` is sparse COO.
 
     Returns:
-        rows [distinct ids, dim], and of each id its place among them, of the shape of ``ids``.
+        rows [distinct ids, dim], and the place of each id among them, in the shape of ``ids``.
     """
     source = row_source(table)
     if source is not None:
@@ -67,16 +67,16 @@ def distinct_rows(
     distinct, where = torch.unique(ids, return_inverse=True)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += table.shape[0]
-    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
         return F.embedding(distinct, table, padding_idx, sparse=sparse), where
 
 
 def row_of_each(ids: Tensor, table: Tensor, *, sparse: bool) -> Tensor:
-    """The rows of some ids [n], [n, dim], in the dtype in which the gradients of the table are summed.
+    """Return the rows of some ids [n], [n, dim], in the dtype in which the table's gradients are summed.
 
     Args:
-        sparse: as of `distinct_rows`. A gradient of all rows needs no distinct ids: their number, for which the host
-            would have to wait for the device.
+        sparse: see `distinct_rows`. A gradient of all rows needs no distinct ids, for whose number the host would have
+            to wait for the device.
     """
     if not sparse and row_source(table) is None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +86,7 @@ def row_of_each(ids: Tensor, table: Tensor, *, sparse: bool) -> Tensor:
 
 
 def sparse_embedding(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
-    """``F.embedding(ids, table, padding_idx, sparse=True)``: ids [..], table [rows, dim], result [.., dim].
+    """Return ``F.embedding(ids, table, padding_idx, sparse=True)``: ids [..], table [rows, dim], result [.., dim].
 
     With a source of rows the result has the dtype in which gradients are summed.
     """
@@ -99,7 +99,7 @@ def sparse_embedding(ids: Tensor, table: Tensor, padding_idx: int | None) -> Ten
 
 @torch.no_grad()
 def read_rows(start: int, stop: int, table: Tensor) -> Tensor:
-    """Rows ``start..stop`` of a table, without a gradient; nothing keeps them. Collective if ranks hold parts of it."""
+    """Return rows ``start..stop`` of a table, without a gradient or a cache. Collective if ranks have parts of it."""
     source = row_source(table)
     if source is None:
         with torch._C.DisableTorchFunctionSubclass():

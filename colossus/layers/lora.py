@@ -16,22 +16,22 @@ from colossus.sharded_tensor.regions import moved, to_whole
 
 
 class LoRALinear(Layer):
-    """base(x) + alpha / rank * second(first(x)), with ``base`` frozen.
+    """A linear with an adapter: base(x) + alpha / rank * second(first(x)), with ``base`` frozen.
 
-    Takes and gives what ``base`` does, one tensor or several, and leaves split what is split between a pair: around a
-    column linear ``second`` is split by output as ``base`` is, around a row linear ``first`` is split by input. In 1D
+    It takes and returns what ``base`` does, one tensor or several, and does not gather features between a pair: around
+    a column linear ``second`` is split by output like ``base``, around a row linear ``first`` is split by input. In 1D
     the ranks exchange tokens x rank numbers for it. ``second`` starts as zeros, so that training starts from the base.
 
     Args:
-        base: of the model that is adapted; its parameters get no gradient from now on.
-        rank: inner size of the product; between a pair it divides as the features of the mode do.
-        alpha: by default ``rank``: the product is added as it is.
+        base: a linear of the adapted model; its parameters get no gradient from now on.
+        rank: inner size of the product; between a pair it must divide as the features of the mode do.
+        alpha: by default ``rank``: the product is added unscaled.
 
     Shape:
-        as of ``base``. ``first`` is [rank, in_features], ``second`` [out_features, rank], each output its own.
+        that of ``base``. ``first`` is [rank, in_features], ``second`` [out_features, rank], each output its own.
 
     Raises:
-        ValueError: when ``base`` is no `Linear`, or the rank does not divide where it is split.
+        ValueError: ``base`` is no `Linear`, or the rank does not divide where it is split.
     """
 
     def __init__(self, base: Linear, rank: int, alpha: float | None = None) -> None:
@@ -39,11 +39,11 @@ class LoRALinear(Layer):
         if not isinstance(base, Linear):
             raise located_error(
                 f"LoRALinear around a {type(base).__module__}.{type(base).__qualname__}: it takes a "
-                f"colossus.layers.Linear; put one in its place, or adapt it with plain torch outside of a pair"
+                f"colossus.layers.Linear; replace it by one, or adapt it with plain torch outside a pair"
             )
         self.base, self.rank = base.requires_grad_(False), operator.index(rank)
         if self.rank < 1:
-            raise located_error(f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more")
+            raise located_error(f"LoRALinear: rank = {rank}; it is the inner size of a product, so at least 1")
         self.scale = 1.0 if alpha is None else alpha / self.rank
         self.is_fused = base.is_fused
         outputs: Any = base.outputs if base.is_fused else base.out_features
@@ -68,7 +68,7 @@ class LoRALinear(Layer):
         return self._sum(y, added)
 
     def _sum(self, y: Tensor, added: Tensor) -> Tensor:
-        """In the layout of y."""
+        """Return the sum in the layout of y."""
         at = placement_of(y)
         return y + moved(added, self.parallel.regions.whole if at is None else at.activation, self.parallel)
 

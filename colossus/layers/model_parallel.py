@@ -1,4 +1,4 @@
-"""What the layers of one model share: layouts, shardings and weights of their context, and facts about the batch."""
+"""The common state of a model's layers: layouts, shardings and weights of their context, and the batch's facts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class BatchInfo:
 
     Attributes:
         num_tokens: length of its sequences without padding, where tokens are split over the sequence axis; None where
-            they are not, and for a layer that is called outside of the engine: then a sequence has the tokens that the
-            ranks hold.
-        microbatch_size: samples of a microbatch of this data rank; 0 outside of the engine.
+            they are not, and for a layer that is called outside the engine: then the length follows from the ranks'
+            tokens.
+        microbatch_size: samples of a microbatch of this data rank; 0 outside the engine.
         first_sample: number in the global batch of the first sample of this data rank.
-        sample_step: from a sample of a microbatch to the next: the number of microbatches where they are interleaved.
-        cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
-        only_last_token: the model may leave out all logits but those of the last token of each sample.
-        loss_scale: what losses are multiplied by before their backward; None: by nothing.
+        sample_step: distance between samples of a microbatch in the batch: the number of microbatches if they are
+            interleaved.
+        cache: for a model that decodes: its tokens follow those in the cache.
+        only_last_token: the model may leave out all logits except those of the last token of each sample.
+        loss_scale: factor of losses before their backward; None: no factor.
     """
 
     num_tokens: int | None = None
@@ -48,8 +49,9 @@ class BatchInfo:
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens] (None: at 0, 1, 2, ...), and the ``rows`` of the
-    last ``span``, (start, number).
+    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens] (None: at 0, 1, 2, ...).
+
+    ``rows`` are those of the last ``span``, (start, number).
     """
 
     cos: Tensor
@@ -61,21 +63,21 @@ class RotaryTable(NamedTuple):
 
 @dataclass(eq=False)
 class ModelParallel:
-    """How a context splits a model's tensors; axes of one rank are left out.
+    """The way in which a context splits a model's tensors; axes of one rank are left out.
 
     Attributes:
         mode: the tensor mode.
         regions: the layouts of activations.
         shardings: None without tensor parallelism.
         weights: gathers the weights of all layers, and reduces their gradients.
-        sequence: how tokens are split over the sequence axis; None where they are not.
-        batch_info: of the batch at work (see `batch`); an empty one outside of a step.
-        replicas_differ: data ranks train parameters of their own: no layer exchanges anything with other data ranks.
+        sequence: the split of tokens over the sequence axis; None if there is none.
+        batch_info: facts about the current batch (see `batch`); an empty one outside a step.
+        replicas_differ: data ranks train parameters of their own: layers exchange nothing with other data ranks.
         interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
             number of data ranks (`colossus.data.batch.split_microbatches`).
-        samples_interact: as of ``train``.
-        rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
-        whole_placement: of plain tensors.
+        samples_interact: ``train.samples_interact``.
+        rotary_tables: (kind, dtype, device) -> the table of `colossus.layers.rotary.Rotary`.
+        whole_placement: the placement of plain tensors.
     """
 
     context: ParallelContext
@@ -96,10 +98,10 @@ class ModelParallel:
 
     @contextmanager
     def batch(self, info: BatchInfo) -> Iterator[None]:
-        """Around all forwards and backwards of a batch, which layers know as ``batch_info``.
+        """Set ``batch_info`` for all forwards and backwards of a batch inside the context.
 
-        A plain attribute and not a context variable: autograd recomputes checkpointed layers on threads of its own on
-        CUDA.
+        It is a plain attribute and not a context variable: on CUDA, autograd recomputes checkpointed layers on threads
+        of its own.
         """
         outer, self.batch_info = self.batch_info, info
         try:
@@ -114,7 +116,8 @@ class ModelParallel:
     @property
     def sample_axes(self) -> tuple[str, ...]:
         """The axes that split the samples of a microbatch, outermost first: data, and those of 2D, 2.5D and 3D.
-        Replicas with parameters of their own have samples of their own, too.
+
+        Replicas with parameters of their own also have samples of their own.
         """
         axes = self.regions.whole.batch
         own = self.context.grid.axes("data") if self.replicas_differ else ()
@@ -128,11 +131,11 @@ class ModelParallel:
 
 
 def model_parallel_of(context: ParallelContext) -> ModelParallel:
-    """The `ModelParallel` of a context, made once; a copy of the context gets its own."""
-    known: ModelParallel | None = vars(context).get("model_parallel")
-    if known is None or known.context is not context:
-        known = vars(context)["model_parallel"] = _model_parallel(context)
-    return known
+    """Return the `ModelParallel` of a context, made once; a copy of the context gets its own."""
+    parallel: ModelParallel | None = vars(context).get("model_parallel")
+    if parallel is None or parallel.context is not context:
+        parallel = vars(context)["model_parallel"] = _model_parallel(context)
+    return parallel
 
 
 def _model_parallel(context: ParallelContext) -> ModelParallel:
@@ -153,7 +156,7 @@ def _model_parallel(context: ParallelContext) -> ModelParallel:
 
 
 def to_residual(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
-    """The activation in the layout between blocks: called once before a stack of blocks, it saves them all gathers."""
+    """Return the activation in the layout between blocks. One call before a stack of blocks saves all their gathers."""
     placement = placement_of(x)
-    known = placement.parallel if placement is not None else parallel or model_parallel_of(current_context())
-    return moved(x, known.regions.residual, known)
+    own = placement.parallel if placement is not None else parallel or model_parallel_of(current_context())
+    return moved(x, own.regions.residual, own)

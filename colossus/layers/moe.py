@@ -28,20 +28,20 @@ from colossus.sharded_tensor.tensor import wrap
 
 
 class MoE(Layer):
-    """The ``top_k`` best of ``num_experts`` SwiGLU experts for each token (token choice), added up by the router's
-    weights; no token is dropped.
+    """A mixture of SwiGLU experts: the ``top_k`` best of ``num_experts`` for each token, weighted by the router.
 
-    Every plan computes the same: a token's experts are added in the order of their scores.
+    No token is dropped, unless there is a ``capacity``. Every plan computes the same: a token's experts are summed in
+    the order of their scores.
 
     Args:
-        ffn_size: features inside of an expert. Split over the tensor ranks that hold the same samples, where it
-            divides, else each of them computes all.
-        shared: features inside of an expert that all tokens go through with weight 1; None: there is none.
+        ffn_size: features inside an expert. If it divides, the tensor ranks with the same samples split it, else each
+            of them computes all.
+        shared: features inside an expert that all tokens go through with weight 1; None: no such expert.
         router: ``score``, ``norm_topk`` and ``bias_update`` of `Router`.
-        aux_loss, z_loss: coefficients, as of `Router`.
-        capacity: an expert takes no more than ``capacity * tokens * top_k / num_experts`` of a rank's tokens in a
-            microbatch, the first ones; of the others its share is left out. So what is dropped depends on the plan.
-        init, out_init: of gate and up, and of down; by default torch's of a linear.
+        aux_loss, z_loss: coefficients, see `Router`.
+        capacity: an expert takes at most ``capacity * tokens * top_k / num_experts`` of a rank's tokens in a
+            microbatch, the first ones; the other tokens lose its share. So the dropped tokens depend on the plan.
+        init, out_init: initial values of gate and up, and of down; by default torch's of a linear.
 
     Shape:
         input and output [.., hidden_size]; the output has the layout of the input. Parameters, by full shapes:
@@ -82,7 +82,7 @@ class MoE(Layer):
         local, at = unwrap(x, self.parallel)
         self.require_batch(local)
         whole, split = self.parallel.regions.whole, self.experts.split_axes
-        # ranks that share a token's experts hold its activations whole, and addends of its gradient and of its output
+        # ranks that share a token's experts have its activations whole, and addends of its gradient and of its output
         inside, target = replace(whole, grad_partial=split), at.return_layout
         tokens = move(local, at.activation, whole, self.parallel)
         flat = tokens.reshape(-1, tokens.shape[-1])
@@ -110,18 +110,18 @@ def mix(
     *,
     drops: bool = False,
 ) -> Tensor:
-    """The outputs of a token's experts, times its weights, added up in the order of its choices.
+    """Return the outputs of each token's experts, times its weights, summed in the order of its choices.
 
     Args:
         x: [tokens, hidden], of this rank.
-        weights, choices: [tokens, top_k]; an expert by its number in the whole.
+        weights, choices: [tokens, top_k]; an expert has its number in the whole model.
         group: the ranks over which experts are spread.
-        experts: rows [rows, hidden] by expert, and the counts of this rank's experts -> what these make of them.
-        drops: a choice may be ``num_experts``: it gives nothing.
+        experts: rows [rows, hidden] sorted by expert, and the counts of this rank's experts -> the experts' outputs.
+        drops: a choice may be ``num_experts``, which stands for no expert.
     """
     top_k = choices.shape[-1]
     counts = count_choices(choices, num_experts + 1)[:num_experts]
-    # choices by expert; of one expert by token
+    # choices sorted by expert, then by token
     order = choices.reshape(-1).argsort(stable=True)
     place = inverse(order)
     if drops:
@@ -138,12 +138,12 @@ def mix(
 
 
 def num_chosen(counts: Tensor, num_choices: int) -> int:
-    """Of ``num_choices`` those that are of an expert."""
+    """Return how many of ``num_choices`` choices have an expert."""
     return int(counts.sum())
 
 
 def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:
-    """The axes over which experts are spread; ValueError where their number does not divide."""
+    """Return the axes over which experts are spread; ValueError if their number does not divide."""
     over, ranks = grid.expert_axes, grid.size(grid.expert_axes)
     if num_experts % ranks:
         raise located_error(not_a_multiple("num_experts", num_experts, f"parallel.expert = {ranks}", ranks))
@@ -151,11 +151,11 @@ def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:
 
 
 class Experts(Layer):
-    """down(silu(gate(x)) * up(x)) of the experts that this rank holds; their parameters are stacked.
+    """A rank's experts, down(silu(gate(x)) * up(x)), with stacked parameters.
 
     Attributes:
-        group: the ranks over which experts are spread, neighbouring ones on each.
-        split_axes: axes that split the features inside of an expert: along them outputs are partial sums.
+        group: the ranks over which experts are spread; each has experts with consecutive numbers.
+        split_axes: axes that split the features inside an expert: along them outputs are partial sums.
     """
 
     def __init__(
@@ -189,8 +189,11 @@ class Experts(Layer):
         return self.context.group(self.context.grid.expert_axes)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """X [rows, hidden], by expert: ``counts`` [experts] of each. Output as x, a partial sum over `split_axes`."""
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        """Return the experts' outputs for x [rows, hidden], sorted by expert, ``counts`` [experts] rows each.
+
+        The output is like x, a partial sum over `split_axes`.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sizes = group_sizes(counts, x, self.gate)
             gate, up = grouped_product(x, self.gate, sizes), grouped_product(x, self.up, sizes)
             return grouped_product(F.silu(gate) * up, self.down, sizes)

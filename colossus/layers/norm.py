@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over features that may be split over ranks: one collective in forward, one in backward.
 
-Means and mean squared deviations of the shards are combined as Chan, Golub and LeVeque (1979) do: the difference
-E[x^2] - E[x]^2 would cancel.
+Means and mean squared deviations of the shards are combined as Chan, Golub and LeVeque (1979) do: the difference E[x^2]
+- E[x]^2 would cancel.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
 class _Norm(Layer):
-    """Base of both: parameters of the normalized shape, replicated on all tensor ranks."""
+    """Base of both norms: parameters of the normalized shape, replicated on all tensor ranks."""
 
-    #: whose parameters `colossus.build` keeps in its wide dtype, as those of torch's norms
+    #: `colossus.build` stores its parameters in the wide dtype, as those of torch's norms
     is_norm = True
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
@@ -59,18 +59,18 @@ class _Norm(Layer):
         if not activation.features:
             return wrap(self._normalize(x), placement)
         group = self.context.group(activation.features)
-        found = list(x.shape[-len(self.normalized_shape) :])
-        found[-1] *= group.size
-        if tuple(found) != self.normalized_shape:
-            mine, given = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
-            raise located_error(f"{self.title}: it normalizes {mine} features, but its input has {given}")
+        shape = list(x.shape[-len(self.normalized_shape) :])
+        shape[-1] *= group.size
+        if tuple(shape) != self.normalized_shape:
+            own, other = (" x ".join(map(str, sizes)) for sizes in (self.normalized_shape, shape))
+            raise located_error(f"{self.title}: it normalizes {own} features, but its input has {other}")
         return wrap(self._normalize_split(x, group), placement)
 
     def _normalize_parts(self, x: ShardedTensor) -> Tensor:
-        """The norm over dims of which none is split; others are, wherever they are."""
+        """Return the norm over dims that are not split; other dims may be."""
         first = x.dim() - len(self.normalized_shape)
         if any(place.dim >= first for _, place in x.placement.places):
-            return self._normalize(x)  # is refused in words
+            return self._normalize(x)  # raises an error for the split dims
         self.record_uses(x.placement.activation)
         return wrap(self._normalize(plain(x)), x.placement)
 
@@ -78,7 +78,7 @@ class _Norm(Layer):
         raise NotImplementedError
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
-        """The norm of x whose last dim is split over ``group``; of the parameters a rank uses its shard."""
+        """Return the norm of x, whose last dim is split over ``group``, with this rank's shard of the parameters."""
         raise NotImplementedError
 
     def _shard(self, parameter: Tensor | None, group: AxisGroup) -> Tensor | None:
@@ -108,7 +108,7 @@ class LayerNorm(_Norm):
         self.weight = self._parameter(1.0, init, dtype) if elementwise_affine else None
         self.bias = self._parameter(0.0, bias_init, dtype) if elementwise_affine and bias else None
 
-    def forward(self, input: Tensor) -> Tensor:  # as torch's argument is called
+    def forward(self, input: Tensor) -> Tensor:  # torch's name of the argument
         return super().forward(input)
 
     def _normalize(self, x: Tensor) -> Tensor:
@@ -139,20 +139,20 @@ class RMSNorm(_Norm):
         self.weight = self._parameter(1.0, init, dtype) if elementwise_affine else None
 
     def _normalize(self, x: Tensor) -> Tensor:
-        if x.dtype in LOW:  # torch's own kernel wants one dtype, and rounds to it before the weight
+        if x.dtype in LOW:  # torch's own kernel needs one dtype, and rounds to it before the weight
             weight = None if self.weight is None else self.weight.float()
             return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
-        # torch's own takes the epsilon of the dtype in which it computes
+        # torch's own norm takes the epsilon of the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         weight = self._shard(self.weight, group)
         return _split_norm(x, weight, None, group, len(self.normalized_shape), eps, False)
 
 
 def _as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A parameter of low precision in the dtype of an x that is not, which torch's kernel would not take."""
+    """Return a low-precision parameter in the dtype of an x that is wider, since torch's kernel needs one dtype."""
     is_narrow = parameter is not None and parameter.dtype in LOW and x.dtype not in LOW
     return parameter.to(x.dtype) if is_narrow else parameter  # type: ignore[union-attr]
 
@@ -183,7 +183,7 @@ class _SplitNorm(torch.autograd.Function):
 
     RMSNorm has no mean: forward all-reduces the mean square, dgrad mean(dn * normal), 1 [r, 1] each.
 
-    Of low precision x, y, dy and dx have that, and everything in between is of float32.
+    If x is of low precision, so are y, dy and dx, and everything in between is float32.
     """
 
     @staticmethod

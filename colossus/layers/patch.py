@@ -1,4 +1,4 @@
-"""What a vision transformer begins with: patches of images, and a class token before them."""
+"""The first layers of a vision transformer: patches of images, and a class token before them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from colossus.sharded_tensor.tensor import mark, wrap
 class PatchEmbedding(Linear):
     """``Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)``, its weight split over the tensor ranks.
 
-    Patches do not overlap, so the convolution is one matmul of the flattened patches: a `Linear` outside of a pair.
+    Patches do not overlap, so the convolution is one matmul of the flattened patches: a `Linear` outside a pair.
     ``weight`` is [hidden_size, in_channels * patch height * patch width], the convolution's ``weight.flatten(1)``, and
     ``bias`` is the convolution's. Both start as Conv2d's do, uniform within 1/sqrt(fan-in).
 
     Args:
-        in_channels: of the images.
+        in_channels: channels of the images.
         hidden_size: features of each patch.
         patch_size: side of a square patch, or (height, width).
-        bias: whether to add one.
-        return_layout: of the output, by default whole.
+        bias: add a bias.
+        return_layout: layout of the output, by default whole.
         init, bias_init: see `colossus.layers.init`.
 
     Shape:
-        images [batch, in_channels, height, width]; output [batch, patches, hidden_size], row after row of patches: what
-        ``conv(images).flatten(2).transpose(1, 2)`` gives.
+        images [batch, in_channels, height, width]; output [batch, patches, hidden_size], patches row by row: the result
+        of ``conv(images).flatten(2).transpose(1, 2)``.
 
     Raises:
-        ValueError: for images of another number of dims or channels, or that do not divide into patches.
+        ValueError: images have another number of dims or channels, or do not divide into patches.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class PatchEmbedding(Linear):
         return super().forward(x)
 
     def patches(self, images: Tensor) -> Tensor:
-        """[batch, channels, height, width] -> [batch, patches, channels * patch height * patch width]."""
+        """Return [batch, channels, height, width] as [batch, patches, channels * patch height * patch width]."""
         if images.dim() != 4 or images.shape[1] != self.in_channels:
             raise located_error(
-                f"{self.title}: images have shape {tuple(images.shape)}; [batch, channels, height, width] with "
-                f"{self.in_channels} channels are taken"
+                f"{self.title}: images have shape {tuple(images.shape)}; it takes [batch, channels, height, width] "
+                f"with {self.in_channels} channels"
             )
         high, wide = self.patch_size
         for name, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
@@ -89,15 +89,15 @@ class PatchEmbedding(Linear):
 
 
 class ClassToken(Layer):
-    """A learned vector as the first token of each sample (BERT, ViT 2010.11929): what is classified in the end.
+    """A learned vector as the first token of each sample (BERT, ViT 2010.11929), which the head classifies.
 
-    The vector is split by features as activations between blocks are, or replicated where it does not divide.
+    The vector is split by features like activations between blocks, or replicated where it does not divide.
 
     Shape:
-        x [batch, tokens, hidden_size]; output [batch, 1 + tokens, hidden_size], laid out like x.
+        x [batch, tokens, hidden_size]; output [batch, 1 + tokens, hidden_size], in the layout of x.
 
     Raises:
-        ValueError: where tokens are split over ranks: one of them alone has the first.
+        ValueError: tokens are split over ranks, so that only one of them has the first.
     """
 
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
@@ -112,11 +112,11 @@ class ClassToken(Layer):
         activation = placement.activation
         if activation.tokens:
             raise located_error(
-                f"{self.title}: tokens are split over {','.join(activation.tokens)}, of which one rank alone has the "
-                f"first; put it where they are whole: behind colossus.layers.to_whole, or before to_residual"
+                f"{self.title}: tokens are split over {','.join(activation.tokens)}, so that only one rank has the "
+                f"first; call it where they are whole: behind colossus.layers.to_whole, or before to_residual"
             )
         self.meet_between_blocks(x, activation, self.layout.dims[0])
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
             token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
             y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)

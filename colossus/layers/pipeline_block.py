@@ -10,27 +10,27 @@ from typing import Any
 from torch import Tensor, nn
 
 _HOW = """\
-  an nn.Sequential is a chain as it is; any other model says what its blocks are:
+  an nn.Sequential is a chain as it is; any other model defines its blocks:
     def pipeline_blocks(self):
         return [PipelineBlock(self.embed, self.tokens, self.positions), *self.layers, PipelineBlock(self.top, "head")]
-  each block takes what the one before returned; a PipelineBlock names the modules and parameters that its call uses"""
+  each block takes the result of the one before; a PipelineBlock names the modules and parameters that its call uses"""
 
 
 class PipelineBlock:
     """One block of a model that is a chain.
 
     Args:
-        call: computes the block: takes what the block before returned (one argument, any nest of tensors; the first
-            block takes the model's input) and returns what the next one takes. It must look its parameters up when
-            called (``self.positions``), not hold them: they are allocated after the blocks are known.
+        call: computes the block: takes the result of the block before (one argument, any nest of tensors; the first
+            block takes the model's input) and returns the input of the next one. It must look its parameters up when
+            called (``self.positions``), not store them: they are allocated after the blocks are known.
         owns: the modules, parameters and buffers that ``call`` uses, or their names relative to the model; a module
             includes its submodules. None is skipped. A ``call`` that is a module owns itself.
-        name: shown in ``--dry-run`` and in errors; by default that of the first thing owned.
+        name: name in ``--dry-run`` and in errors; by default that of the first item in ``owns``.
     """
 
     def __init__(self, call: Callable[[Any], Any], *owns: nn.Module | Tensor | str | None, name: str | None = None):
         if not callable(call):
-            raise ValueError(f"PipelineBlock({call!r}): the first argument is what computes the block, a callable")
+            raise ValueError(f"PipelineBlock({call!r}): the first argument must be a callable that computes the block")
         self.call, self.name = call, name
         itself = (call,) if isinstance(call, nn.Module) else ()
         self.owns = (*itself, *(item for item in owns if item is not None))
@@ -45,9 +45,9 @@ class NamedBlock:
 
     Attributes:
         call: computes the block.
-        modules: the modules owned and their submodules.
-        parameters: as ``named_parameters`` names them: blocks that share a parameter list the same name.
-        buffers: as ``named_buffers`` names them.
+        modules: the owned modules and their submodules.
+        parameters: names as in ``named_parameters``: blocks that share a parameter list the same name.
+        buffers: names as in ``named_buffers``.
     """
 
     name: str
@@ -58,32 +58,32 @@ class NamedBlock:
 
 
 def joined_blocks(calls: Iterable[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Return what computes blocks one after the other: those that say so (``joined``) run together."""
-    made: list[Callable[[Any], Any]] = []
+    """Return callables that compute blocks one after the other; blocks that can (``joined``) run together."""
+    joined: list[Callable[[Any], Any]] = []
     for call in calls:
-        both = made[-1].joined(call) if made and hasattr(made[-1], "joined") else None
-        made[-1:] = [*made[-1:], call] if both is None else [both]
-    return made
+        both = joined[-1].joined(call) if joined and hasattr(joined[-1], "joined") else None
+        joined[-1:] = [*joined[-1:], call] if both is None else [both]
+    return joined
 
 
 def run_blocks(blocks: Iterable[Callable[[Any], Any]], x: Any) -> Any:
-    """Return what the last block returns when each takes what the one before returned."""
+    """Return the result of the last block when each takes the result of the one before."""
     for block in joined_blocks(blocks):
         x = block(x)
     return x
 
 
 def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
-    """The blocks of a model that is a chain, in order; a module that comes twice is two blocks.
+    """Return the blocks of a model that is a chain, in order; a module that comes twice is two blocks.
 
-    A model is a chain when it has a method ``pipeline_blocks`` that returns its blocks (modules, called as they are,
-    and `PipelineBlock`; an nn.Sequential or ModuleList stands for its children), or when it is an nn.Sequential: its
-    children are the blocks, and nested Sequentials are taken apart. Buffers, and modules without parameters, that no
-    block owns belong to all blocks.
+    A model is a chain if it has a method ``pipeline_blocks`` that returns its blocks (modules and `PipelineBlock`; an
+    nn.Sequential or ModuleList stands for its children), or if it is an nn.Sequential: its children are the blocks, and
+    nested Sequentials are taken apart. Buffers, and modules without parameters, that no block owns belong to all
+    blocks.
 
     Raises:
-        ValueError: for a model that is no chain, a block that is neither a module nor a `PipelineBlock`, a name that
-            does not exist, and parameters that no block owns.
+        ValueError: the model is no chain, a block is neither a module nor a `PipelineBlock`, a name does not exist, or
+            no block owns a parameter.
     """
     every = (model.named_modules, model.named_parameters, model.named_buffers)
     by_name = {name: item for named in every for name, item in named(remove_duplicate=False)}
@@ -92,8 +92,8 @@ def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
         names.setdefault(id(item), name)
     blocks: list[NamedBlock] = []
     counts: Counter[str] = Counter()
-    for number, given in enumerate(_blocks_of(model)):
-        block = _with_names(given, number, type(model).__name__, by_name, names)
+    for number, entry in enumerate(_blocks_of(model)):
+        block = _with_names(entry, number, type(model).__name__, by_name, names)
         counts[block.name] += 1
         blocks.append(block if counts[block.name] == 1 else replace(block, name=f"{block.name} ({counts[block.name]})"))
     if not blocks:
@@ -102,14 +102,14 @@ def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
     unowned = [name for name, _ in model.named_parameters() if name not in owned]
     if unowned:
         raise ValueError(
-            f"no pipeline block of {type(model).__name__} owns {', '.join(unowned)}: name them in the blocks that use "
+            f"no pipeline block of {type(model).__name__} owns {', '.join(unowned)}: list them in the blocks that use "
             f"them, PipelineBlock(call, {unowned[0]!r}, ...)"
         )
     return blocks
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether a model says what its blocks are, or is an nn.Sequential."""
+    """Return whether a model defines its blocks, or is an nn.Sequential."""
     return hasattr(model, "pipeline_blocks") or _is_sequential(model)
 
 
@@ -118,15 +118,15 @@ def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
     if method is None:
         if _is_sequential(model):
             return [PipelineBlock(child) for child in _children(model)]
-        raise ValueError(f"{type(model).__name__} does not say what its pipeline blocks are:\n{_HOW}")
-    given = method()
-    if isinstance(given, nn.Sequential):
-        return [PipelineBlock(child) for child in _children(given)]
-    if not isinstance(given, list | tuple | nn.ModuleList):
-        what = type(given).__name__
+        raise ValueError(f"{type(model).__name__} does not define its pipeline blocks:\n{_HOW}")
+    returned = method()
+    if isinstance(returned, nn.Sequential):
+        return [PipelineBlock(child) for child in _children(returned)]
+    if not isinstance(returned, list | tuple | nn.ModuleList):
+        what = type(returned).__name__
         raise ValueError(f"{type(model).__name__}.pipeline_blocks() returned a {what}, not a list:\n{_HOW}")
     out: list[PipelineBlock] = []
-    for number, item in enumerate(given):
+    for number, item in enumerate(returned):
         if isinstance(item, nn.ModuleList):
             out += map(PipelineBlock, item)
         elif isinstance(item, nn.Module | PipelineBlock):
@@ -140,12 +140,12 @@ def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    """Whether calling it is calling its children in turn."""
+    """Return whether calling a module is calling its children in turn."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _children(chain: nn.Module) -> Iterator[nn.Module]:
-    for child in chain._modules.values():  # children() leaves out one that comes twice
+    for child in chain._modules.values():  # children() drops a repeated child
         hooks = child is not None and has_hooks(child)
         if child is not None and _is_sequential(child) and not hooks:
             yield from _children(child)
@@ -161,17 +161,21 @@ def has_hooks(module: nn.Module) -> bool:
 def _with_names(
     block: PipelineBlock, number: int, model: str, by_name: dict[str, nn.Module | Tensor], names: dict[int, str]
 ) -> NamedBlock:
-    """The block with all that it owns by the names of the model: ``names`` by id, each thing's first."""
+    """Return a block with all that it owns, by the names in the model.
+
+    Args:
+        names: id of a module, parameter or buffer -> its first name.
+    """
     owned: dict[nn.Module | Tensor, None] = {}
     for item in block.owns:
-        found = by_name.get(item) if isinstance(item, str) else item
-        if found is None or id(found) not in names:
+        entry = by_name.get(item) if isinstance(item, str) else item
+        if entry is None or id(entry) not in names:
             what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
             raise ValueError(
-                f"block {number}{f' ({block.name})' if block.name else ''} owns {what} that {model} does not hold: it "
-                f"owns modules, parameters and buffers of the model, or their names"
+                f"block {number}{f' ({block.name})' if block.name else ''} owns {what} that {model} does not have: "
+                f"list modules, parameters and buffers of the model, or their names"
             )
-        inner = (found,) if isinstance(found, Tensor) else (*found.modules(), *found.parameters(), *found.buffers())
+        inner = (entry,) if isinstance(entry, Tensor) else (*entry.modules(), *entry.parameters(), *entry.buffers())
         owned.update(dict.fromkeys(inner))
     modules = tuple(names[id(item)] for item in owned if isinstance(item, nn.Module))
     parameters = tuple(names[id(item)] for item in owned if isinstance(item, nn.Parameter))

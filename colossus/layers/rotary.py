@@ -11,21 +11,21 @@ from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling
 from colossus.layers.model_parallel import RotaryTable, model_parallel_of
 
-#: positions by which the table of a model that decodes grows
+#: positions by which the table grows when a model decodes
 _MORE = 256
 
 
 class Rotary(nn.Module):
-    """Rotates pairs (i, i + d/2) of each head by position * base^(-2i/d). Input and output [.., tokens, head_dim].
+    """A rotation of pairs (i, i + d/2) of each head by position * base^(-2i/d). Input, output [.., tokens, head_dim].
 
     The cosines and sines of one (head_dim, base, scaling), dtype and device are one table in a context, which all of
-    its layers share: that of the most tokens so far, or of the last positions that were given.
+    its layers share. It has the most tokens so far, or the last explicit positions.
 
     Args:
-        scaling: of the frequencies, for sequences longer than those a model was first trained on.
+        scaling: scaling of the frequencies, for sequences longer than those of the first training.
 
     Raises:
-        ValueError: for an odd head_dim, or a base that is not above 1.
+        ValueError: head_dim is odd, or base is not above 1.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: RotaryScaling | None = None) -> None:
@@ -44,7 +44,7 @@ class Rotary(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per token of each pair, [head_dim / 2], in float64; a subclass may have others."""
+        """Return the radians per token of each pair, [head_dim / 2], in float64; a subclass may have others."""
         if self.scaling is None:
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             return self.base**-steps
@@ -52,23 +52,27 @@ class Rotary(nn.Module):
         return torch.tensor(scaled, dtype=torch.float64).to(device, non_blocking=True)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
+        """Return x rotated.
+
+        Args:
+            positions: [tokens], the same object as long as it has the same values; None is 0, 1, 2, ...
+        """
         return rotate(x, *self.cos_sin(x, positions))
 
     def cos_sin(self, x: Tensor, positions: Tensor | None, seen: int = 0) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
+        """Return cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            seen: without positions, that of the first token.
+            seen: the position of the first token, without ``positions``.
         """
         tokens, dtype = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a cache by the length would be of one length
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a compiled graph would keep a table of one length
             indices = torch.arange(seen, seen + tokens, device=x.device) if positions is None else positions
             return self._compute(indices, dtype)
         tables, key, span = self.parallel.rotary_tables, (self._kind, dtype, x.device), (seen, tokens)
         table = tables.get(key)
         if table is None or table.positions is not positions or len(table.cos) < seen + tokens:
-            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
+            with torch.inference_mode(False):  # training may save a validation's table for backward
                 count = round_up(seen + tokens, _MORE) if seen else tokens
                 indices = torch.arange(count, device=x.device) if positions is None else positions
                 table = RotaryTable(*self._compute(indices, dtype), positions)
@@ -80,6 +84,6 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The heads x [.., tokens, head_dim], rotated; see `Rotary.cos_sin`."""
+    """Return the heads x [.., tokens, head_dim] rotated; see `Rotary.cos_sin`."""
     low, high = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

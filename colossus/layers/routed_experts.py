@@ -1,4 +1,4 @@
-"""The experts of a model whose router is its own, spread over ranks: those of transformers' models."""
+"""The experts of a model with a router of its own, spread over ranks: those of transformers' models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 class RoutedExperts(Layer):
-    """down(gated(gate_up(x))) of the experts that a router has chosen for each token, times its weights, added up.
+    """The weighted sum of the experts of each token, down(gated(gate_up(x))), chosen by a router elsewhere.
 
     Experts are spread over `parallel.expert`; tensor ranks compute the same ones.
 
     Shape:
-        forward takes x [tokens, hidden], choices [tokens, top_k] and weights [tokens, top_k], and gives
-        [tokens, hidden]; a choice of ``num_experts`` gives nothing. Parameters, by full shapes: ``gate_up_proj``
-        [experts, 2 ffn, hidden], ``down_proj`` [experts, hidden, ffn].
+        forward takes x [tokens, hidden], choices [tokens, top_k] and weights [tokens, top_k], and returns [tokens,
+        hidden]; a choice of ``num_experts`` adds nothing. Parameters, by full shapes: ``gate_up_proj`` [experts, 2 ffn,
+        hidden], ``down_proj`` [experts, hidden, ffn].
 
     Attributes:
         gated: [rows, 2 ffn] -> [rows, ffn]; by default that of SwiGLU, the gate first.
@@ -68,7 +68,7 @@ class RoutedExperts(Layer):
         return mix(x, top_k_weights, top_k_index, self.num_experts, self.group, self._experts, drops=True)
 
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sizes = group_sizes(counts, x, self.gate_up_proj)
             return grouped_product(self.gated(grouped_product(x, self.gate_up_proj, sizes)), self.down_proj, sizes)
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weights, and the losses that keep experts equally busy."""
+"""The choice of a token's experts and their weights, and the losses that keep experts equally busy."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from colossus.layout.parameter import Initializer
 from colossus.tensor_parallel.dtypes import product_dtype
 
 SCORES = ("softmax", "sigmoid")
-#: behind the choices of each expert in `Router.totals`; entropies are in nats, of the scores of each token
+#: the sums in `Router.totals` behind the experts' choices; the entropy of each token's scores is in nats
 SUMS = ("entropy", "dropped", "aux_loss", "z_loss", "tokens")
 
 
 class Router(Layer):
     """The ``top_k`` of ``num_experts`` experts of each token, by the scores of one product, in float32 at least.
 
-    Auxiliary losses are terms of the step's loss, of as many tokens as are routed, but only their gradient is added
-    (`_AddGradient`): the loss that a step reports is the model's own. They count in training mode only.
+    Auxiliary losses are terms of the step's loss, summed over the routed tokens, but only their gradient is added
+    (`_AddGradient`): the reported loss of a step is the model's own. They count only in training mode.
 
     Attributes:
-        totals: float64 sums over the forwards of a step, of this rank's tokens: how often each expert was chosen
-            [experts], then those of `SUMS`. None before the first; who reads them sets it back (the engine at the end
-            of a step). A recomputation does not count.
+        totals: float64 sums over the forwards of a step, for this rank's tokens: the number of choices of each expert
+            [experts], then those of `SUMS`. None before the first; its reader resets it (the engine at the end of a
+            step). A recomputation does not count.
 
     Args:
         score: ``softmax`` over the experts, or ``sigmoid`` of each.
         norm_topk: the weights of a token's experts are divided by their sum.
-        bias_update: above 0, a buffer ``bias`` [experts] is added to the scores for the choice alone, and moved by so
-            much at the end of a step, up for experts with fewer tokens than the mean (2408.15664).
-        aux_loss: coefficient of the load-balancing loss of Switch (2101.03961, section 2.2): experts x sum over them
-            of (share of the choices) x (mean score), 1 when balanced. Both are of a microbatch, over all ranks that
-            split it.
-        capacity: see `MoE`. Of a choice that is dropped the expert is ``num_experts``.
+        bias_update: above 0, a buffer ``bias`` [experts] is added to the scores, only for the choice. The end of a step
+            moves it by so much, up for experts with fewer tokens than the mean (2408.15664).
+        aux_loss: coefficient of the load-balancing loss of Switch (2101.03961, section 2.2): experts x sum over them of
+            (share of the choices) x (mean score), 1 when balanced. Both are of a microbatch, over all ranks that split
+            it.
+        capacity: see `MoE`. The expert of a dropped choice is ``num_experts``.
         z_loss: coefficient of the mean square of logsumexp(logits) (2202.08906, section 3.2).
 
     Shape:
@@ -87,7 +87,7 @@ class Router(Layer):
         weights = scores.gather(-1, experts)
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
-        kept = experts if self.capacity is None else self._within_capacity(experts)
+        choices = experts if self.capacity is None else self._within_capacity(experts)
         if self.training:
             counts = count_choices(experts, self.num_experts)
             probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -95,11 +95,11 @@ class Router(Layer):
             if self.aux_loss or self.z_loss:
                 weights = _AddGradient.apply(weights, losses.sum(), self.parallel.batch_info.loss_scale)
             if torch._C._current_graph_task_id() == -1:
-                self._count(counts, kept, probabilities.detach(), losses.detach())
-        return weights, kept
+                self._count(counts, choices, probabilities.detach(), losses.detach())
+        return weights, choices
 
     def _losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """The auxiliary losses of this rank's tokens, summed over these: of balance, and of logits."""
+        """Return the auxiliary losses of this rank's tokens, summed over them: that of balance, and that of logits."""
         balance = z = logits.new_zeros(())
         if self.aux_loss:
             group = self.context.group(self.parallel.regions.whole.shard_axes)
@@ -111,7 +111,7 @@ class Router(Layer):
         return torch.stack((balance, z))
 
     def _within_capacity(self, experts: Tensor) -> Tensor:
-        """The choices [tokens, top_k] without those behind the first of an expert that its capacity has room for."""
+        """Return the choices [tokens, top_k] with ``num_experts`` for those beyond their expert's capacity."""
         assert self.capacity is not None
         limit = int(self.capacity * experts.numel() / self.num_experts)
         chosen = F.one_hot(experts.reshape(-1), self.num_experts)
@@ -119,10 +119,10 @@ class Router(Layer):
         return experts.masked_fill(number > limit, self.num_experts)
 
     @torch.no_grad()
-    def _count(self, counts: Tensor, kept: Tensor, probabilities: Tensor, losses: Tensor) -> None:
+    def _count(self, counts: Tensor, choices: Tensor, probabilities: Tensor, losses: Tensor) -> None:
         entropy = torch.special.entr(probabilities).sum()
-        dropped = (kept == self.num_experts).sum()
-        num_tokens = torch.full_like(entropy, len(kept), dtype=torch.float64)
+        dropped = (choices == self.num_experts).sum()
+        num_tokens = torch.full_like(entropy, len(choices), dtype=torch.float64)
         sums = [x.double() for x in (entropy, dropped, *losses, num_tokens)]
         totals = torch.cat((counts.double(), torch.stack(sums)))
         self.totals = totals if self.totals is None else self.totals + totals
@@ -132,22 +132,20 @@ class Router(Layer):
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is chosen: [num_experts], int64; no host waits for it."""
+    """Return the number of choices of each expert: [num_experts], int64; the host does not wait for it."""
     flat = experts.reshape(-1)
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def _wide_product(x: Tensor, weight: nn.Parameter) -> Tensor:
-    """``x @ weight.T`` in float32 at least, also under `torch.autocast`."""
+    """Return ``x @ weight.T`` in float32 at least, also under `torch.autocast`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     with nullcontext() if product_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(wide), weight.to(wide))
 
 
 class _AddGradient(torch.autograd.Function):
-    """x, as it is; whenever its gradient is computed, a loss that is a sum over tokens gets that of a token's loss, 1
-    (times ``scale``).
-    """
+    """The identity of x; its backward also gives a loss, a sum over tokens, its gradient 1 (times ``scale``)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:

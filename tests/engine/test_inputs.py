@@ -42,7 +42,9 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
     seen.append(parallel_of_model.batch_info.num_tokens)
     engine.eval_step(batch_of(0, {**SIZES, "seq_len": 3}))
     seen.append(parallel_of_model.batch_info.num_tokens)
-    with pytest.raises(ValueError, match="a sequence of 8 tokens, but only 6 positions"):  # not the last batch's 3
+    with pytest.raises(
+        ValueError, match="a sequence has 8 tokens, but there are only 6 positions"
+    ):  # not the last batch's 3
         engine.model(torch.zeros(2, 4, dtype=torch.long))
     engine.close()
     return seen

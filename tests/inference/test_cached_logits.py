@@ -178,7 +178,7 @@ def test_learned_positions_end_a_text(sources: dict[str, WeightSource]) -> None:
 def test_an_attention_that_is_called_twice_in_a_forward_is_refused() -> None:
     attention, cache = torch.nn.Identity(), KeyValueCache()
     cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
-    with pytest.raises(ValueError, match="every attention is called once in each forward"):
+    with pytest.raises(ValueError, match="every attention must be called once in each forward"):
         cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
 
 
@@ -187,6 +187,6 @@ def test_logits_that_are_no_numbers_are_told(sources: dict[str, WeightSource]) -
     with torch.no_grad():
         model.module.get_parameter("norm.weight").fill_(float("nan"))
     for greedy in (True, False):
-        with pytest.raises(FloatingPointError, match="prompt 1 behind 2 tokens are not numbers"):
+        with pytest.raises(FloatingPointError, match="prompt 1 after 2 tokens are not numbers"):
             generate(model, [[1, 2]], sampling=Sampling(greedy=greedy))
     model.close()

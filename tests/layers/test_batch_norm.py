@@ -139,9 +139,9 @@ def test_communication_is_the_formula_and_evaluation_sends_nothing() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"BatchNorm2d: it takes 4 dims, of which dim 1 has 3 channels.*\(2, 3\)"):
+    with pytest.raises(ValueError, match=r"BatchNorm2d: it takes 4 dims, with 3 channels in dim 1.*\(2, 3\)"):
         layers.BatchNorm2d(3)(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"takes 2 or 3 dims, of which dim 1 has 3 channels.*\(2, 4\)"):
+    with pytest.raises(ValueError, match=r"takes 2 or 3 dims, with 3 channels in dim 1.*\(2, 4\)"):
         layers.BatchNorm1d(3)(torch.ones(2, 4))
 
     def body(context: ParallelContext) -> None:
@@ -158,7 +158,7 @@ def test_refusals() -> None:
         )
         engine.train_step(torch.ones(2, 4, 4))
 
-    with pytest.raises(RankError, match=r"norm \(BatchNorm1d\): its statistics are over all tokens"):
+    with pytest.raises(RankError, match=r"norm \(BatchNorm1d\): its statistics need all tokens"):
         run_ranks(2, body, with_context=False)
 
 

@@ -165,7 +165,7 @@ def test_positions_inside_a_pair_are_refused() -> None:
         model: Any = colossus.build(lambda: nn.Sequential(up(), layers.PositionEmbedding(TOKENS, HIDDEN)), context)
         model(torch.ones(2, TOKENS, HIDDEN))
 
-    with pytest.raises(RankError, match="inside of a column/row pair"):
+    with pytest.raises(RankError, match="inside a column/row pair"):
         run_ranks(2, body)
 
 

@@ -159,9 +159,9 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "unowned": (
         lambda m: [m.first, m.rest[0]],
-        r"no pipeline block of Given owns rest\.1\.weight, rest\.1\.bias: name them in .*PipelineBlock\(call, 'rest",
+        r"no pipeline block of Given owns rest\.1\.weight, rest\.1\.bias: list them in .*PipelineBlock\(call, 'rest",
     ),
-    "no callable": (lambda m: [PipelineBlock("first")], "the first argument is what computes the block"),
+    "no callable": (lambda m: [PipelineBlock("first")], "the first argument must be a callable"),
 }
 
 
@@ -173,7 +173,7 @@ def test_wrong_blocks(name: str) -> None:
 
 
 def test_a_model_that_is_no_chain_is_told_how() -> None:
-    with pytest.raises(ValueError, match="LSTM does not say what its pipeline blocks are") as caught:
+    with pytest.raises(ValueError, match="LSTM does not define its pipeline blocks") as caught:
         pipeline_blocks(nn.LSTM(2, 2))
     assert "def pipeline_blocks(self):" in str(caught.value)
     assert "nn.Sequential" in str(caught.value)

@@ -13,7 +13,7 @@ from colossus.layers import PipelineBlock
 
 #: of a model on [batch, features] under parallel.sequence
 NO_TOKENS = {"sequence": "token"}
-NO_CHAIN = {"pipeline": "does not say what its pipeline blocks are"}
+NO_CHAIN = {"pipeline": "does not define its pipeline blocks"}
 HIDDEN = 16
 
 
