@@ -246,7 +246,7 @@ def test_patch_embedding_starts_as_a_convolution_does() -> None:
         ((2, 3, 6, 10), "width 10 does not divide into patches of 4; use 8 or 12"),
         ((2, 3, 6, 3), "width 3 does not divide into patches of 4; use 4"),
         ((2, 1, 6, 12), r"shape \(2, 1, 6, 12\); .* with 3 channels"),
-        ((3, 6, 12), r"shape \(3, 6, 12\); \[batch, channels, height, width\]"),
+        ((3, 6, 12), r"shape \(3, 6, 12\); it takes \[batch, channels, height, width\]"),
     ],
 )
 def test_images_that_are_no_patches_are_refused(shape: tuple[int, ...], match: str) -> None:

@@ -40,10 +40,10 @@ def test_names(fruits: Registry) -> None:
 def test_a_name_is_of_one_class(fruits: Registry) -> None:
     def other() -> None: ...
 
-    with pytest.raises(ValueError, match=r"fruit 'Apple' is .*:Apple already: register .*other under another name"):
+    with pytest.raises(ValueError, match=r"fruit 'Apple' is already .*:Apple: register .*other under another name"):
         fruits.register("Apple")(other)
     assert fruits.get("Apple") is Apple
-    with pytest.raises(ValueError, match=r"'Fraction' is fractions:Fraction already: register .*Apple under another"):
+    with pytest.raises(ValueError, match=r"'Fraction' is already fractions:Fraction: register .*Apple under another"):
         fruits.register("Fraction")(Apple)
     with pytest.raises(ValueError, match=r"needs a name: use register\('name'\)"):
         fruits.register()(3)

@@ -26,24 +26,24 @@ from colossus.tensor_parallel.move_plan import MovePlan
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, .., tokens, heads * head_dim] -> [batch, .., heads, tokens, head_dim], for an attention of one's own.
+    """Return [.., tokens, heads * head_dim] as [.., heads, tokens, head_dim], for a user's own attention.
 
-    Of features that are split, as ``Linear(split="column")`` leaves them, a rank has its heads: what works on each head
-    by itself is right on them, ``F.scaled_dot_product_attention`` with a mask in the whole layout. It is
+    If features are split, as by ``Linear(split="column")``, a rank has its heads. Functions that work on each head by
+    itself are right on them, such as ``F.scaled_dot_product_attention`` with a mask in the whole layout. The result is
     ``x.unflatten(-1, (heads, -1)).transpose(-3, -2)``, with the checks below.
 
     Args:
-        heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
+        heads: heads of all ranks; keys and values may have fewer than queries (``enable_gqa=True``).
 
     Raises:
-        ValueError: for heads that do not divide the features or over the ranks, and where tokens are split.
+        ValueError: heads do not divide the features or over the ranks, or tokens are split.
     """
     features, ways = x.shape[-1], 1
     if isinstance(x, ShardedTensor):
         activation = x.placement.activation
         if x.placement.place("tokens") is not None:
             raise located_error(
-                f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
+                f"split_heads: tokens are split ({activation}), but an attention needs all of them. Between blocks "
                 f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
@@ -51,36 +51,36 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     if heads < 1 or features % heads or heads % ways:
         raise located_error(
             f"split_heads: heads = {heads} must divide {features} features, and over the {ways} ranks that "
-            f"split them, heads whole; or call colossus.layers.to_whole(x) first"
+            f"split them, since a head cannot be split; or call colossus.layers.to_whole(x) first"
         )
     return x.unflatten(-1, (heads, features // heads)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[batch, .., heads, tokens, head_dim] -> [batch, .., tokens, heads * head_dim], the inverse of `split_heads`.
+    """Return [.., heads, tokens, head_dim] as [.., tokens, heads * head_dim], the inverse of `split_heads`.
 
-    Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
+    A rank's heads become split features, which ``Linear(split="row")`` takes.
     """
     return x.transpose(-3, -2).flatten(-2)
 
 
 class ReplicatedKV(Layer):
-    """The query, key and value of an attention, [.., features] each, where key/value heads are fewer than the ranks.
+    """The query, key and value of an attention, [.., features] each, with fewer key/value heads than ranks.
 
-    Every rank stores the weights of all key/value heads, and multiplies by those of the one head that its queries look
-    at. The gradients are summed over these ranks as those of any replicated parameter. x is moved once for all three
-    products, and kept for their backward as it was moved.
+    Every rank stores the weights of all key/value heads, and multiplies by those of the head to which its queries
+    attend. The gradients are summed over these ranks as those of any replicated parameter. x is moved once for all
+    three products, and the moved x is kept for their backward.
 
     Args:
         outputs: out_features of ``query``, ``key`` and ``value``.
         num_kv_heads: divides the ranks that split heads.
 
     Shape:
-        input [.., in_features]; output a tuple of three, split by heads over these ranks: of key and value each rank
-        has one head.
+        input [.., in_features]; output a tuple of three, split by heads over these ranks: each rank has one head of key
+        and value.
 
     Raises:
-        ValueError: when in_features do not divide as the mode splits them.
+        ValueError: in_features do not divide over the ranks of the mode.
     """
 
     is_fused = True
@@ -127,7 +127,7 @@ class ReplicatedKV(Layer):
 
 
 class _Projection(MatmulLayer):
-    """One of the three products; ``rows`` of a replicated weight are those that this rank multiplies by."""
+    """One of the three products; this rank multiplies by ``rows`` of a replicated weight."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Projection(MatmulLayer):
 
 
 def _replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
-    """A column linear's sharding with a weight whose rows are whole on all ranks that split the features of y."""
+    """Return a column linear's sharding with weight rows whole on all ranks that split the features of y."""
 
     def without(layout: Layout) -> Layout:
         rows = tuple(axis for axis in layout.dims[0] if axis not in sharding.y.features)
@@ -172,7 +172,7 @@ def _replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
 
 @dataclass(frozen=True)
 class _Pad:
-    """As a move of a weight: zeros before and behind its rows, or, negative, as many rows left out."""
+    """A move of a weight that adds zeros before and behind its rows, or, for negative numbers, drops rows."""
 
     before: int
     behind: int

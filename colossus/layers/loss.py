@@ -30,10 +30,10 @@ class SplitLogits:
     """One rank's rows and columns of the logits.
 
     Attributes:
-        local: [.., columns], of which those behind the first ``stop - start`` are padding.
-        group: over which the columns are split; None when the rank has all.
+        local: [.., columns]; columns behind the first ``stop - start`` are padding.
+        group: the ranks over which the columns are split; None if the rank has all.
         start, stop: the rank's columns, of ``total``.
-        sum_over, shared_by: see `to_whole_sum`; None and 1 when the rank's rows are those of its own samples.
+        sum_over, shared_by: see `to_whole_sum`; None and 1 if the rank's rows are those of its own samples.
     """
 
     local: Tensor
@@ -45,11 +45,11 @@ class SplitLogits:
     shared_by: int = 1
 
     def to_whole_sum(self, local_sum: Tensor) -> Tensor:
-        """From a sum over the rank's rows to one that the whole layout adds up over ranks; its gradient is unchanged.
+        """Return a sum over the rank's rows as an addend of the sum over all ranks of the whole layout.
 
         In 3D the rank's rows are not those of its samples. The sums are added over ``sum_over`` and divided by
-        ``shared_by``, the ranks of different samples that then hold the same sum: the sum over all ranks is exact, that
-        of one rank is not the sum of its own samples.
+        ``shared_by``, the number of ranks of different samples that then have the same sum: the sum over all ranks is
+        exact, that of one rank is not the sum of its own samples. The gradient is unchanged.
         """
         if self.sum_over is None:
             return local_sum
@@ -58,7 +58,10 @@ class SplitLogits:
 
 
 def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
-    """The rank's rows and columns of the logits, and the labels, given in the whole layout, of these rows."""
+    """Return the rank's rows and columns of the logits, and the labels of these rows.
+
+    ``labels`` are in the whole layout.
+    """
     if isinstance(logits, ShardedTensor) and logits.placement.is_whole:
         logits, _ = unwrap(logits, logits.placement.parallel)
     if not isinstance(logits, ShardedTensor):
@@ -86,7 +89,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
 
 
 def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
-    """``own``: the labels of the rank's rows."""
+    """Raise ValueError unless ``own``, the labels of the rank's rows, fit the logits."""
     if own.shape != logits.shape[:-1]:
         raise located_error(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
@@ -114,11 +117,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of all valid tokens, and their number.
+    """Return the sum of the losses of all valid tokens, and their number.
 
     The engine divides by the number of valid tokens of the global batch, so that the loss does not depend on how the
-    batch is split: sum and number are of the samples this rank holds in the whole layout. A vocabulary that is
-    split over ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
+    batch is split: sum and number cover the samples of this rank in the whole layout. A vocabulary that is split over
+    ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
 
     Args:
         input: the logits, [.., vocabulary], plain or with split features.
@@ -127,14 +130,14 @@ def cross_entropy(
         z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
 
     Returns:
-        (sum, count): scalars, the same on all tensor ranks that hold the same samples. In 3D a rank's sum is its share
-        of the sum over all ranks (see `SplitLogits.to_whole_sum`), since other ranks have the logits of its samples.
+        (sum, count): scalars, the same on all tensor ranks with the same samples. In 3D a rank's sum is its share of
+            the sum over all ranks (see `SplitLogits.to_whole_sum`), since other ranks have the logits of its samples.
 
     Raises:
-        ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
+        ValueError: shapes do not fit, or labels are outside the vocabulary (checked on CPU).
     """
     over_tokens, labels = _labels_of(input, target)
-    count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
+    count = (labels != ignore_index).sum()  # counts the rank's own samples, though it may have other rows of the logits
     split, labels = local_logits_and_labels(input, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
@@ -153,7 +156,7 @@ def cross_entropy(
 
 
 def _labels_of(logits: Tensor, labels: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Return what adds up the sums of all tokens, and this rank's labels, of the tokens whose logits it has."""
+    """Return a function that sums over all tokens, and this rank's labels of the tokens whose logits it has."""
     split = next((x for x in (logits, labels) if sequence_place(x) is not None), None)
     if split is None:
         return lambda total: total, local(labels)
@@ -168,10 +171,10 @@ def _labels_of(logits: Tensor, labels: Tensor) -> tuple[Callable[[Tensor], Tenso
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum of the losses of a rank's rows, of logits whose vocabulary is split. Shapes are per rank, of t rows.
+    """Sum of the losses of a rank's rows, for logits with a split vocabulary. Shapes are per rank, for t rows.
 
-        logits          [t, v]     the first stop - start columns are of the vocabulary, the rest is padding
-        labels, valid   [t]        of these rows, over all of the vocabulary
+        logits          [t, v]     the first stop - start columns belong to the vocabulary, the rest is padding
+        labels, valid   [t]        of these rows, over the whole vocabulary
         log_sum         [t]        log-sum-exp over the whole vocabulary, the same on all ranks of the group
 
         forward  each rank's maximum, sum of exponentials and target logit (0 where another rank has it), and the sum
@@ -180,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
                  no communication: the loss is replicated over the group, so grad is the same on all ranks, and with
                  log_sum, which is saved, a column's gradient needs no other column
 
-    There is no weight, and so no wgrad. Of low precision logits and dlogits have that, the rest is of float32.
+    There is no weight, and so no wgrad. If logits are of low precision, so are dlogits, and the rest is float32.
     """
 
     @staticmethod
@@ -195,7 +198,7 @@ class _CrossEntropy(torch.autograd.Function):
             maximum = columns.amax(-1)
             exponentials = (columns - maximum.unsqueeze(-1)).exp_().sum(-1)
             target = columns.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~is_local, 0.0)
-        else:  # a rank that holds only padding
+        else:  # this rank has only padding
             maximum = logits.new_full((logits.shape[0],), float("-inf"))
             exponentials, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
         rows = [maximum, exponentials, target] + ([columns.sum(-1)] if smoothing else [])
@@ -235,7 +238,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Number of valid tokens whose label is among the ``k`` highest logits, and the number of valid tokens.
+    """Return the number of valid tokens whose label is among the ``k`` highest logits, and that of all valid tokens.
 
     The logits are never gathered: a label is right when fewer than k columns are higher than its own. Of equal logits
     the one with the lower index counts as higher, as in ``torch.argmax``.
@@ -245,8 +248,8 @@ def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -
         target: the labels, [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
 
     Returns:
-        (correct, count): float64 scalars over the samples this rank holds in the whole layout, of all their tokens; sum
-        them over the ranks that hold other samples.
+        (correct, count): float64 scalars over all tokens of this rank's samples in the whole layout; sum them over the
+            ranks with other samples.
     """
     over_tokens, labels = _labels_of(input, target)
     count = (labels != ignore_index).sum().double()
@@ -257,13 +260,13 @@ def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -
     column = (labels - split.start).masked_fill_(~is_local, 0).unsqueeze(-1)
     if columns.shape[-1]:
         picked = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
-    else:  # a rank that holds only padding
+    else:  # this rank has only padding
         picked = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
     if split.group is not None:
         picked = collectives.all_reduce(picked, split.group, owned=True).wait()
     picked = picked.unsqueeze(-1)
     index = torch.arange(split.start, split.stop, device=labels.device)
-    # NaN counts as higher: a model that gives NaN is never right
+    # NaN counts as higher: a model that returns NaN is never right
     above = ~(columns <= picked) | ((columns == picked) & (index < labels.unsqueeze(-1)))
     higher = above.sum(-1).double()
     if split.group is not None:

@@ -152,7 +152,7 @@ def _refused(name: str, plan: str, words: str, hook: Callable[[Tensor], Any], **
     return UserModel(name, make, tokens, classify, {plan: words}), plan
 
 
-PART = "but this rank holds a part of the gradient"
+PART = "but this rank has a part of the gradient"
 REFUSED = [
     _refused("norm", "1d 2", f"blocks.0.weight (Linear parameter of shape (8, 8)) calls linalg_vector_norm, {PART}",
              lambda grad: grad / grad.norm()),

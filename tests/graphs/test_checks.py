@@ -106,7 +106,7 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (4, {"graph": {"type": alternating, "period": 0}}, "graph: alternating: period = 0: a whole number of at least 1"),
     (9, {"graph": moody}, "graph = 'moody' with data 9: moody: its matrices of steps 0 and 1 differ"),
     (4, {"graph": raising}, "graph = 'raising' with data 4: raising(replicas=4, step=0): KeyError: 'host'"),
-    (4, {"graph": wrong_shape}, "graph = 'wrong_shape' with data 4: wrong_shape(replicas=4, step=0) is to return 4 r"),
+    (4, {"graph": wrong_shape}, "graph = 'wrong_shape' with data 4: wrong_shape(replicas=4, step=0) must return 4 r"),
     (4, {"graph": outside}, "graph = 'outside' with data 4: outside(replicas=4, step=0): ValueError: edge (0, 4)"),
 ]
 

@@ -196,7 +196,7 @@ def test_a_model_of_ones_own_is_cached_where_it_says_so(tmp_path: Path, capfd: C
         code, _, err = run(capfd, *words)
         assert code == 2
         assert "none of colossus" in err
-        assert "give --config FILE" in err
+        assert "pass --config FILE" in err
         for plan in ([], ["parallel.tensor=2"]):
             code, out, err = run(capfd, *words, *plan, "--config", str(file))
             assert code == 0, err

@@ -284,7 +284,7 @@ def test_an_engine_is_told_that_samples_interact(data: int) -> None:
     def body(rank: int) -> str:
         config = config_of(Plan(data, dict(data=data), {}))
         engine = colossus.initialize(config, model=lambda: Chain(Kit), loss_fn=clip)
-        with pytest.raises(ValueError, match="which of them are in a microbatch") as error:
+        with pytest.raises(ValueError, match="but the samples of a microbatch") as error:
             engine.train_step({key: x[: BATCH // data] for key, x in batch_of(0).items()})
         return str(error.value)
 

@@ -197,5 +197,5 @@ def test_split_tokens_are_no_heads() -> None:
         with context:
             layers.split_heads(layers.to_residual(torch.ones(2, 4, 4)), 2)
 
-    with pytest.raises(RankError, match=r"split_heads: tokens are split .*an attention must see them all"):
+    with pytest.raises(RankError, match=r"split_heads: tokens are split .*an attention needs all of them"):
         run_ranks(2, body, sequence_sharded=True)
