@@ -122,7 +122,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     """Check all jobs as a launch checks them before its processes start: run folders, models, data.
 
     Raises:
-        ConfigError: as `make_jobs`.
+        ConfigError: see `make_jobs`.
     """
     checked: set[str] = set()
     by_label: dict[str, list[Job]] = {}

@@ -21,7 +21,7 @@ def unique_texts(texts: Iterable[str]) -> list[str]:
 
 
 def make_all(labels: Collection[str], make: Callable[[str], T]) -> list[T]:
-    """Return ``make`` of each label.
+    """Return the results of ``make`` for all labels.
 
     Raises:
         ConfigError: with all problems of any label; a problem of all labels is listed once.

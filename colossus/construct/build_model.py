@@ -144,7 +144,7 @@ def replace_tensors(
         if "_colossus_on_meta" not in vars(module):
             attributes = [(leaf, value) for leaf, value in vars(module).items() if isinstance(value, Tensor)]
             places += [(module, path, leaf, value) for leaf, value in attributes if value.is_meta]
-    #: by id, with the tensor itself, so that no other object gets its id
+    #: id of a tensor -> the tensor, kept so that no other object gets its id, and its replacement
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
 
     def value_for(tensor: Tensor, path: str, leaf: str) -> Tensor:

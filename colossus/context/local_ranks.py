@@ -151,7 +151,7 @@ class LocalRanks:
 def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
     """Run ``body(rank)`` once on each of ``world`` ranks and return the results by rank.
 
-    ``options`` are those of `LocalRanks`. A rank ends when its body has, even if others still wait for from it.
+    ``options`` are those of `LocalRanks`. A rank ends when its body has, even if other ranks still wait for it.
     """
     with LocalRanks(world, body, once=True, **options) as ranks:
         return ranks.made

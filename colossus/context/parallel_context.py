@@ -34,7 +34,7 @@ class ParallelContext:
         device: the device of this rank.
         seed: seed of the random streams.
         timeout_seconds: time-out of collectives.
-        backend: of c10d, ``auto``, ``gloo`` or ``nccl``: `choose_backend`. With gloo several ranks may share a device.
+        backend: ``auto``, ``gloo`` or ``nccl``, see `choose_backend`. With gloo several ranks may share a device.
         options: options of the layers built under this context.
         precision: precision of the run, in which these layers compute.
         connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.

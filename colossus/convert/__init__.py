@@ -1,1 +1,1 @@
-"""Models between colossus and plain torch; one table says which layer corresponds to which module of torch."""
+"""Models between colossus and plain torch; one table pairs each layer with its module of torch."""

@@ -123,7 +123,7 @@ def trace_forward(model: nn.Module, example: Any) -> tuple[ForwardTrace, Any, An
     """
     put_zeros(model)
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    example = tree_map(partial(_in_dtype, dtypes[0] if dtypes else None), example)  # as an engine casts its batches
+    example = tree_map(partial(_in_dtype, dtypes[0] if dtypes else None), example)  # an engine casts its batches alike
     mode = OnZeros(model)
     trace = mode.trace
     calls: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""The table of which layer of ours corresponds to which module of torch, for both directions."""
+"""The table that pairs each layer of ours with its module of torch, for both directions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Row:
         """Return the arguments of our constructor for a layer like this.
 
         Args:
-            has: returns whether the whole model has this parameter of the layer, on whatever stage of a pipeline.
+            has: returns whether the whole model, with all stages of a pipeline, has this parameter of the layer.
         """
         arguments = {name: getattr(layer, name) for name in self.arguments}
         return arguments | {name: has(parameter) for name, parameter in self.present.items()}

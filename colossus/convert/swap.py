@@ -133,7 +133,7 @@ class Swapper:
             for child_name, child in module._modules.items():
                 if id(child) in self._layers:
                     module._modules[child_name] = self._layers[id(child)]
-            for leaf, parameter in module._parameters.items():  # a bias that its parent holds, too
+            for leaf, parameter in module._parameters.items():  # a parent may also have the bias
                 if id(parameter) in self._parameters:
                     module._parameters[leaf] = self._parameters[id(parameter)]
         return self._layers.get(id(self._model), self._model)

@@ -1,4 +1,4 @@
-"""Checks of a graph before replicas mix over it; problems are given in words with the numbers. No torch."""
+"""Checks of a graph before replicas mix over it, with messages that show the numbers. No torch."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class ViT(Family):
         names = {str(number): f"LABEL_{number}" for number in range(config.pop("num_labels"))}
         return config | dict(id2label=names, label2id={name: int(number) for number, name in names.items()})
 
-    def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_config(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names of the classes where their number is still that of the model."""
         labels = assets.get(LABELS, {})
         return dict(labels) if len(labels.get("id2label", ())) == options.num_classes else {}

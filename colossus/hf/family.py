@@ -218,7 +218,7 @@ class Family(ABC):
             if value not in values
         ]
 
-    def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_config(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of ``config.json`` that say nothing about the model, from the sections of `Assets.config`."""
         return dict(assets.get(TOKEN_IDS, {}))
 

@@ -106,7 +106,7 @@ def options_of(spec: Mapping[str, Any]) -> Any:
     return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
 
 
-def beside_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def non_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a ``config.json`` that say nothing about the model: special tokens, names of classes."""
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: config[key] for key in tokens if config.get(key) is not None}
@@ -163,7 +163,7 @@ def read_folder(path: Path) -> HFFolder:
         saved_at=(path / CONFIG).stat().st_mtime,
         versions={"transformers": written_by} if isinstance(written_by, str) else {},
         plan={"text": f"a folder of Hugging Face ({family.model_type})"},
-        config={"model": {"type": spec["type"], **options.model_dump()}, **beside_of(config)},
+        config={"model": {"type": spec["type"], **options.model_dump()}, **non_model_config(config)},
         files={name: FileEntry((path / name).stat().st_size, 0) for name in files},
         tensors={
             f"model/{part.name}": TensorEntry(there.dtype, part.shape, ())

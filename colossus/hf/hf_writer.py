@@ -78,7 +78,7 @@ def save(
 
     Args:
         engine: an engine, or any object with a ``model`` under a plan and its ``context``.
-        dtype: the dtype of the written weights; None: the dtype in which the engine holds them.
+        dtype: the dtype of the written weights; None: the dtype of the engine's.
         max_shard_bytes: the most bytes of one file, unless a single tensor is larger.
         merge: merge adapters of peft into the weights that they adapt. Rank 0 then holds all weights in host memory.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
@@ -186,7 +186,7 @@ def plan_folder(
         "model_type": family.model_type,
         "architectures": [family.architecture],
         **family.to_config(options),
-        **family.beside(options, assets.config),
+        **family.extra_config(options, assets.config),
     }
     return _planned(tensors, config, our_tensors, dtype, max_shard_bytes, assets)
 

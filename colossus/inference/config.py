@@ -71,7 +71,7 @@ class Sampling:
         top_k: restricts the choice to so many of the likeliest tokens, and those as likely as the last of them; None:
             all.
         top_p: restricts the choice to the likeliest tokens whose probabilities together reach it, at least one; 1: all.
-        greedy: take the likeliest token, the first of equals, whatever the other options are.
+        greedy: take the likeliest token, the first of equals; the other options then have no effect.
         seed: the seed of the random numbers. They depend on it, on the row of the prompt, and on the position of the
             token.
 

@@ -21,7 +21,7 @@ class Dropout(Layer):
 
     An element is dropped depending on the seed, the step, its sample in the global batch, the module's name, the number
     of its call in this forward pass, and the element's place in the sample (token and feature, say). So ranks that have
-    the same element drop it alike, whatever else they have, and recomputation draws the same again.
+    the same element drop it alike, under any plan, and recomputation draws the same again.
 
     Shape:
         any, dim 0 the samples (see `ElementNumbers.of`).

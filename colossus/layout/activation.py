@@ -1,7 +1,7 @@
-"""Layouts of activations by the role of a dim, whatever the number of dims.
+"""Layouts of activations by the role of a dim, for any number of dims.
 
-The batch is dim 0, the features the last dim, the tokens dim -2. A tensor with two dims has its samples in
-dim 0, which is batch and tokens at once.
+The batch is dim 0, the features the last dim, the tokens dim -2. A tensor with two dims has its samples in dim 0, which
+is batch and tokens at once.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ class GatheredWeights:
         self._is_last = is_last
 
     def flush(self, only: Container[int] | None = None) -> None:
-        """Reduce gradients that no backward has (of weights that the last microbatch did not use); free the weights.
+        """Reduce the gradients that no backward has reduced, and free the weights.
+
+        The last microbatch may not have used all weights.
 
         Args:
             only: ids of the weights to flush; None: all.

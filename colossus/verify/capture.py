@@ -183,10 +183,7 @@ def row_fingerprints(x: Tensor) -> Tensor:
 
 
 def sample_keys(batch: Any) -> list[str]:
-    """Return a hash for each sample of a batch.
-
-    Equal keys mean equal bits, in whichever batch and row the sample is.
-    """
+    """Return a hash for each sample of a batch. Samples with equal keys have equal bits, in any batch and row."""
     leaves = [leaf for _, leaf in tensors(batch) if leaf.dim()]
     leaves = [leaf.detach().cpu().contiguous() for leaf in leaves if len(leaf) == len(leaves[0])]
     samples = zip(*leaves, strict=True)

@@ -119,12 +119,12 @@ def sections(
     """Return the sections of the user's config for one of the two runs.
 
     Both runs are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are
-    those of the user's schedule. In one process the modules of a model that is parallelized as it is are torch's own,
+    those of the user's schedule. In one process the modules of an unchanged model are torch's own,
     with their hooks and the attributes of their parameters, so that anything that the conversion loses shows as a
     difference.
 
     Raises:
-        ConfigError: as ``load_config``.
+        ConfigError: see ``load_config``.
     """
     config = load_config(path, overrides, nproc)
     out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
