@@ -346,7 +346,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "kept": (
         chained.Kept,
         POINTS,
-        r"before body\.1: a tensor that was computed inside of body\.0 \(.*chained\.py:\d+\) is used again by "
+        r"before body\.1: a tensor that was computed inside body\.0 \(.*chained\.py:\d+\) is used again by "
         r".*chained\.py:\d+, but no module returned it unchanged",
     ),
     "forces": (chained.Forces, POINTS, r"fails where it is cut: RuntimeError: .* \(.*chained\.py:\d+: return torch\."),
@@ -360,7 +360,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "attentions": (
         lambda: masked_lm(output_attentions=True, attn_implementation="eager"),
         ids_of(0),
-        r"before bert\.encoder\.layer\.1: a tensor that was computed inside of bert\.encoder\.layer\.0 .* the model's",
+        r"before bert\.encoder\.layer\.1: a tensor that was computed inside bert\.encoder\.layer\.0 .* the model's",
     ),
     "no example": (chained.Single, None, r"there is no example of its input \(example="),
 }

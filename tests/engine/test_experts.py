@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         dict(parallel=dict(data=4, expert=3)), 4, r"parallel.expert = 3 is not a divisor of data 4; use 1 or 2 or 4",
     ),
     "nor with the sequence": (
-        dict(parallel=dict(data=2, sequence=2, expert=8)), 4, "no divisor of data 2 nor sequence 2 times one",
+        dict(parallel=dict(data=2, sequence=2, expert=8)), 4, "not a divisor of data 2 nor sequence 2 times one",
     ),
     "gossip": (
         dict(parallel=dict(data=4, expert=2, strategy="sgp")), 4,

@@ -151,11 +151,11 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "empty": (lambda m: [], "Given has no block: its chain is empty"),
     "unknown name": (
         lambda m: [PipelineBlock(m.first, "rest.10")],
-        r"block 0 owns 'rest.10' that Given does not hold",
+        r"block 0 owns 'rest.10' that Given does not have",
     ),
     "not of the model": (
         lambda m: [PipelineBlock(m.first, nn.Linear(2, 2), name="top")],
-        r"block 0 \(top\) owns a Linear that Given does not hold",
+        r"block 0 \(top\) owns a Linear that Given does not have",
     ),
     "unowned": (
         lambda m: [m.first, m.rest[0]],
