@@ -145,7 +145,7 @@ def left(context: ParallelContext) -> dict[str, set[str]]:
     for kind in USES:
         conversion = conversion_of(colossus.build(colossus.parallelize(kind, example=EXAMPLE), context))
         assert conversion is not None
-        found[kind.__name__] = {name for name, each in conversion.swaps.items() if "code outside the module" in each.why}
+        found[kind.__name__] = {name for name, each in conversion.swaps.items() if "outside the module" in each.why}
         pair = [conversion.swaps[name].became for name in ("up", "down")]
         assert pair == ["Linear(column)", "Linear(row)"], kind
     return found
