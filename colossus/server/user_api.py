@@ -127,8 +127,7 @@ def send(
 
     Returns:
         A handle; its result is the staleness: the number of updates since this rank received the tensor, None if it
-            never
-        did, and for ``zero`` and ``copy``. Waiting is optional.
+        never did, and for ``zero`` and ``copy``. Waiting is optional.
 
     Raises:
         ValueError: if the values do not fit the tensor, or its optimizer has no such options.

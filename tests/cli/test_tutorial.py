@@ -11,7 +11,12 @@ import pytest
 from helpers.launching import finish, rows_of, start
 
 ROOT = Path(__file__).parents[2]
-SHORTER = {"train.steps=100": "train.steps=2", "train.steps=150": "train.steps=3", "steps=100": "steps=2", "steps=10 ": "steps=2 "}
+SHORTER = {
+    "train.steps=100": "train.steps=2",
+    "train.steps=150": "train.steps=3",
+    "steps=100": "steps=2",
+    "steps=10 ": "steps=2 ",
+}
 
 
 @pytest.mark.long
