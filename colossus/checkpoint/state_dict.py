@@ -28,8 +28,8 @@ def full_state_dict(
     """Return whole parameters, or their gradients, by full logical name, on every rank. Collective over all ranks.
 
     They are in the order of the whole model. Buffers are included, except for gradients; a gradient that is None is
-    left out. A tied parameter is there under each of its names, as one tensor, as in ``torch.nn.Module.state_dict``, even if
-    pipeline stages share it. A tied gradient is there under its first name, as in ``named_parameters``.
+    left out. A tied parameter is there under each of its names, as one tensor, as in ``torch.nn.Module.state_dict``,
+    even if pipeline stages share it. A tied gradient is there under its first name, as in ``named_parameters``.
 
     If replicas have parameters of their own (gossip, local steps) each rank gets those of its replica. Call it inside
     of ``with engine.strategy.export():`` for the same on all.
