@@ -1,8 +1,17 @@
 """Settings for all tests."""
 
+from __future__ import annotations
+
+import gc
 import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from helpers.laws import TrainingRanks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests are of the CPU wherever they run
     if not runs_tests(config):
         return
+    gc.disable()  # until all is imported
     import torch
 
     if torch.cuda.device_count():  # the tests' process is forked, which CUDA and its thread of autograd do not survive
@@ -60,3 +70,44 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from helpers import forked_from
 
         forked_from.collected()
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Compile something here: what that imports, no forked rank imports again."""
+    import torch
+
+    torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(2, 2)).sum().backward()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def training_ranks() -> Iterator[TrainingRanks]:
+    """Give ranks for all training runs of a file."""
+    from helpers.laws import TrainingRanks
+
+    ranks = TrainingRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        from helpers import covered
+
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        report.user_properties.append(("law", (covered.law_of(path), covered.noted())))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was covered of each law: by the tests that passed, wherever they ran."""
+    from helpers.covered import report
+
+    passed = [dict(test.user_properties).get("law") for test in terminalreporter.stats.get("passed", [])]
+    if lines := report(filter(None, passed)):
+        terminalreporter.section("what was covered")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -49,12 +48,6 @@ REST = (("mlp", "2d"), ("mlp", "3d"), ("vit", "1d"), ("vit", "2.5d"))
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> None:
-    """torch's optimizers import it: once here, instead of on every rank."""
-    importlib.import_module("torch._dynamo")
 
 
 # -- the examples ------------------------------------------------------------------------------------------
@@ -268,7 +261,6 @@ def run_guides(rank: int, tensor: str) -> None:
         exec(compile(code.replace("tensor=1", f"tensor={tensor}"), name, "exec"), {"__name__": "guide"})
 
 
-@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
 @pytest.mark.rest("1-1", "4-dict(mode='2d', size=4)")
 def test_the_guides_run(world: int, tensor: str) -> None:
@@ -335,7 +327,6 @@ def run_main(rank: int, name: str, words: list[str]) -> None:
     example(name).main()
 
 
-@pytest.mark.usefixtures("compiler")
 def test_a_loop_of_ones_own_is_the_same_under_a_plan(tmp_path: Path) -> None:
     logs = []
     for world, plan in ((1, []), (4, ["parallel.pipeline=2", "parallel.tensor=2", "schedule.microbatches=4"])):
@@ -351,7 +342,6 @@ def test_a_loop_of_ones_own_is_the_same_under_a_plan(tmp_path: Path) -> None:
             assert mine[key] == pytest.approx(other[key], rel=1e-4), (key, other["step"])
 
 
-@pytest.mark.usefixtures("compiler")
 def test_fine_tuning_saves_the_same_adapters_under_a_plan(tmp_path: Path) -> None:
     saved = []
     for world, plan in ((1, []), (2, ["parallel.tensor=2"])):

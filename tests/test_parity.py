@@ -2,168 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers.training import (
-    SIZES,
-    Trace,
-    assert_is_plain_torch,
-    assert_same_numbers,
-    assert_same_run,
-    config_of,
-    run_plan,
-    shared_run,
-)
+from helpers import features
+from helpers.features import ARRAY, FACTORS, Row
+from helpers.laws import FP32, FP64, TrainingRanks, assert_parity
+from helpers.long import but, long
+from helpers.training import SIZES, Trace, assert_is_plain_torch, assert_same_run, config_of, run_plan, shared_run
 from helpers.twins import PlainGPT
 
-STEPS = 20
-#: in float64 a few steps tell as much as many, of a plan and of what a variant changes
-FEW_STEPS = 5
-FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
-FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
+#: in float64 a few steps tell as much as many
+STEPS, FEW_STEPS = 20, 3
 
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data2": (2, dict(data=2)),
-    "tensor4": (4, dict(tensor=4)),
-    "data2_tensor2": (4, dict(data=2, tensor=2)),
-    "tensor2_sharded": (2, dict(tensor=dict(size=2, sequence_sharded=True))),
-    "data2_tensor2_sharded": (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True))),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "data2_2d": (8, dict(data=2, tensor=dict(mode="2d", size=4))),
-    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
-    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
-    "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
-    "pipeline2_data2_tensor2": (8, dict(pipeline=2, data=2, tensor=2)),
-    "pipeline2_2d": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4))),
-    "tensor_outside": (4, dict(data=2, tensor=2, rank_order=("tensor", "pipeline", "data", "sequence"))),
-}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "llama_like": dict(
-        model=dict(positions="rotary", norm="rmsnorm", mlp="swiglu", num_kv_heads=2, bias=False,
-                   tie_embeddings=False, ffn_hidden_size=44),
+#: name -> ranks, plan, more of the config: levels that the covering array has not, and plain combinations
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tensor4": (4, dict(tensor=4), {}),
+    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), {}),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
+    "pipeline2_data2_tensor2": (
+        8, dict(pipeline=2, data=2, tensor=2), dict(schedule=dict(type="1f1b", microbatches=4)),
     ),
-    "loss_terms": dict(model=dict(label_smoothing=0.1, z_loss=1e-2)),
-    "full_checkpoint": dict(model=dict(activation_checkpoint="full")),
-    "selective_checkpoint": dict(model=dict(activation_checkpoint="selective")),
-    "accumulation": dict(schedule=dict(microbatches=2)),
-    "gpipe": dict(schedule=dict(type="gpipe", microbatches=2)),
-    "sgd": dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.01)),
-    "small_buckets": dict(comm=dict(bucket_mb=0.002)),
-    "weights_step": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="step", gathered="keep"))),
-    "weights_step_selective": dict(
-        model=dict(activation_checkpoint="selective"), schedule=dict(microbatches=2),
-        parallel=dict(tensor=dict(weights="step")),
+    "tensor_outside": (4, dict(data=2, tensor=2, rank_order=("tensor", "pipeline", "data", "sequence")), {}),
+    "small_buckets": (4, dict(data=2, tensor=2), dict(comm=dict(bucket_mb=0.002))),
+    "gpipe": (2, dict(pipeline=2), dict(schedule=dict(type="gpipe", microbatches=2))),
+    "hybrid": (4, dict(sequence=dict(size=4, mode="hybrid")), dict(model=dict(seq_len=16))),
+    "pipeline2_2d": (
+        8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(schedule=dict(type="zb-h1", microbatches=4)),
     ),
-    "keep": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="microbatch", gathered="keep"))),
+    "data2_2d": (8, dict(data=2, tensor=dict(mode="2d", size=4)), {}),
 }  # fmt: skip
+#: by default all but this one, which "2.5d" is, too
+LONG = ("data2_2d",)
 
 
-#: schedules of the plans that have a pipeline
-PIPELINES: dict[str, dict[str, Any]] = {
-    "pipeline2_data2_tensor2": dict(schedule=dict(type="1f1b", microbatches=4)),
-    "pipeline2_2d": dict(schedule=dict(type="zb-h1", microbatches=4)),
-}
+@pytest.mark.parametrize("row", ARRAY, ids=" ".join)
+def test_each_pair_of_features_follows_the_one_process_run(row: Row, training_ranks: TrainingRanks) -> None:
+    reference = training_ranks.run(1, features.reference_of_row(row), features.STEPS)[0]
+    traces = training_ranks.run(features.ranks_of_row(row), features.config_of_row(row), features.STEPS)
+    assert_parity(traces, reference, row[list(FACTORS).index("precision")])
+
+
+def test_the_array_has_every_pair_of_features() -> None:
+    assert features.missing_pairs(ARRAY) == [], "python -m helpers.features makes an array that has them"
+    assert all(map(features.is_allowed, ARRAY))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", FACTORS["model"])
+@pytest.mark.parametrize("tensor", FACTORS["tensor"])
+def test_every_product_of_plans_follows_it(tensor: str, model: str, training_ranks: TrainingRanks) -> None:
+    """All products of what splits a model, of 8 ranks at most, in float64."""
+    plain = dict(weights="matmul", recompute="none", precision="fp64", optimizer="AdamW")
+    for row in features.all_rows(tensor=tensor, model=model, **plain):
+        reference = training_ranks.run(1, features.reference_of_row(row), features.STEPS)[0]
+        traces = training_ranks.run(features.ranks_of_row(row), features.config_of_row(row), features.STEPS)
+        try:
+            assert_parity(traces, reference, "fp64")
+        except AssertionError as error:
+            raise AssertionError(f"{' '.join(row)}: {error}") from error
 
 
 def alone(precision: str, variant: str | None = None, steps: int = STEPS) -> Trace:
-    more = {key: value for key, value in VARIANTS[variant or ""].items() if key != "parallel"}
-    return shared_run(1, config_of({}, steps, precision, **more), steps)[0]
+    return shared_run(1, config_of({}, steps, precision, **(FACTORS["model"][variant] if variant else {})), steps)[0]
 
 
-def run_of(plan: str, precision: str, steps: int) -> list[Trace]:
-    world, parallel = PLANS[plan]
-    return shared_run(world, config_of(parallel, steps, precision, **PIPELINES.get(plan, {})), steps)
-
-
-#: of a few plans; in float64, which sees more, nearly all of them run
-IN_FP32 = ("data2_tensor2", "tensor2_sharded")
-
-
-def plans_and_precisions() -> Iterator[Any]:
-    for plan in PLANS:
-        yield pytest.param(plan, "fp64", FEW_STEPS)
-        yield pytest.param(plan, "fp32", STEPS, marks=() if plan in IN_FP32 else pytest.mark.long)
-        yield pytest.param(plan, "fp64", STEPS, marks=pytest.mark.long)
-
-
-@pytest.mark.rest(
-    "tensor4-fp64-5",
-    "tensor2_sharded-fp32-20",
-    "data2_tensor2_sharded-fp64-5",
-    "data2_2d-fp64-5",
-    "3d-fp64-5",
-    "pipeline2_2d-fp64-5",
-    "tensor_outside-fp64-5",
-    "data2_tensor2-fp64-5",
-    "2d-fp64-5",
-    "2.5d-fp64-5",
+@pytest.mark.parametrize(
+    ("precision", "steps"),
+    [("fp64", FEW_STEPS), *(pytest.param(name, STEPS, marks=pytest.mark.long) for name in ("fp64", "fp32"))],
 )
-@pytest.mark.parametrize(("plan", "precision", "steps"), list(plans_and_precisions()))
+@pytest.mark.parametrize("plan", but(LONG, PLANS))
 def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps: int) -> None:
-    traces = run_of(plan, precision, steps)
-    reference = alone(precision, steps=steps)
-    for trace in traces:
-        assert_same_run(trace, reference, **(FP64 if precision == "fp64" else FP32))
-        assert trace.losses == traces[0].losses, "ranks report different losses"
-        if precision == "fp64":
-            assert_same_numbers(trace, reference)
+    world, parallel, more = PLANS[plan]
+    one = {key: value for key, value in more.items() if key == "model"}
+    reference = shared_run(1, config_of({}, steps, precision, **one), steps)[0]
+    assert_parity(shared_run(world, config_of(parallel, steps, precision, **more), steps), reference, precision)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "1d_sharded one replicas",
+        *long(
+            "2d_2x1 one zero2",
+            "2.5d accumulated alone",
+            "3d one alone",
+            "1d 1f1b zero1",
+            "whole zb-v zero3",
+            "whole one alone ring",
+            "1d one alone ulysses",
+        ),
+    ],
+)
+def test_twenty_steps_in_float32(row: str) -> None:
+    """Rounding does not grow."""
+    levels = dict(zip(FACTORS, row.split(), strict=False), precision="fp32")
+    config = features.config_of_row(features.completed(levels))
+    world = features.ranks_of_row(features.completed(levels))
+    reference = shared_run(1, {**config, "parallel": {}, "schedule": {}}, STEPS)[0]
+    assert_parity(run_plan(world, config, STEPS), reference, "fp32")
 
 
 @pytest.mark.long
 def test_depth_is_a_data_axis() -> None:
     """2.5D with a depth of 2 is 2D on two data ranks, to the last bit."""
-    deep, wide = (run_of(plan, "fp64", FEW_STEPS)[0] for plan in ("2.5d", "data2_2d"))
+    deep, wide = (
+        shared_run(PLANS[plan][0], config_of(PLANS[plan][1], FEW_STEPS, "fp64"), FEW_STEPS)[0]
+        for plan in ("2.5d", "data2_2d")
+    )
     assert deep.losses == wide.losses
     assert all(torch.equal(deep.end[name], value) for name, value in wide.end.items())
 
 
-#: each variant under some plan, and those that touch what differs between the modes under several; the rest of the
-#: product runs with -m long
-CHOSEN = {
-    "data2_tensor2": ("accumulation", "small_buckets", "weights_step"),
-    "tensor2_sharded": (
-        "llama_like", "loss_terms", "full_checkpoint", "selective_checkpoint", "gpipe", "sgd",
-    ),
-    "2d": ("llama_like", "weights_step_selective"),
-    "3d_2x1x2": ("keep",),
-}  # fmt: skip
-
-
-def pairs() -> Iterator[Any]:
-    for plan, chosen in CHOSEN.items():
-        for variant in filter(None, VARIANTS):
-            yield pytest.param(variant, plan, marks=() if variant in chosen else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("variant", "plan"), list(pairs()))
-@pytest.mark.rest(
-    "weights_step_selective-2d",
-    "small_buckets-data2_tensor2",
-    "gpipe-tensor2_sharded",
-    "loss_terms-tensor2_sharded",
-    "sgd-tensor2_sharded",
-    "llama_like-tensor2_sharded",
-    "keep-3d_2x1x2",
-    "accumulation-data2_tensor2",
-)
-def test_variants_follow_the_one_process_run(variant: str, plan: str) -> None:
-    world, parallel = PLANS[plan]
-    config = config_of(parallel, FEW_STEPS, "fp64", **VARIANTS[variant])
-    for trace in run_plan(world, config, FEW_STEPS):
-        assert_same_run(trace, alone("fp64", variant, FEW_STEPS), **FP64)
-
-
-@pytest.mark.parametrize("variant", [None, "llama_like", "loss_terms", "accumulation"])
+@pytest.mark.parametrize("variant", [None, "llama_like", "loss_terms"])
 def test_one_process_is_plain_torch(variant: str | None) -> None:
     """Losses, norms, every gradient and the weights after 20 steps, against torch's own modules and loop."""
     trace = alone("fp64", variant)
-    more = VARIANTS[variant] if variant else {}
-    options = {**SIZES, **more.get("model", {})}
+    options = {**SIZES, **(FACTORS["model"][variant].get("model", {}) if variant else {})}
     twin = PlainGPT(**options).double()
     assert_is_plain_torch(trace, twin, options, STEPS)
 
@@ -174,9 +130,8 @@ def test_one_process_is_plain_torch(variant: str | None) -> None:
 )
 def test_a_halved_layernorm_gradient_is_seen(precision: str, tolerance: dict[str, float], steps: int) -> None:
     """The comparison above is able to fail: half of one LayerNorm's gradient passes loss and global norm at first."""
-    world, parallel = PLANS["data2_tensor2"]
     name = "blocks.1.mlp_norm.weight"
-    traces = run_plan(world, config_of(parallel, steps, precision), steps, name)
+    traces = run_plan(4, config_of(dict(data=2, tensor=2), steps, precision), steps, name)
     reference = alone(precision, steps=steps)
     with pytest.raises(AssertionError):
         assert_same_run(traces[0], reference, **tolerance)

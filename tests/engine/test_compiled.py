@@ -12,6 +12,8 @@ from helpers.training import SIZES, assert_same_numbers, assert_same_run, config
 from colossus.models.gpt import GPT
 from colossus.registry import MODELS
 
+pytestmark = pytest.mark.usefixtures("compiler")
+
 
 def compiled_gpt(**options: Any) -> GPT:
     torch._dynamo.reset()
@@ -38,8 +40,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_a_compiled_run_is_the_one_process_run(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS._entries, "CompiledGPT", compiled_gpt)
     world, parallel, more = PLANS[plan]
-    (reference,) = shared_run(1, config_of({}, 2, "fp64"), 2)
-    config = config_of(parallel, 2, "fp64", **more, model=dict(type="CompiledGPT", **SIZES))
+    (reference,) = shared_run(1, config_of({}, 2, "fp64", model=dict(num_layers=1)), 2)
+    config = config_of(parallel, 2, "fp64", **more, model=dict(type="CompiledGPT", **{**SIZES, "num_layers": 1}))
     trace = run_plan(world, config, 2)[0]
     assert_same_run(trace, reference, loss=1e-10, norm=1e-10, parameter=1e-9)
     assert_same_numbers(trace, reference)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import laws
 from helpers.long import long
 from helpers.ranks import run_ranks
-from helpers.training import Trace, assert_same_numbers, assert_same_run, batch_of, config_of, relative, run_plan
+from helpers.training import Trace, batch_of, config_of, relative, run_plan
 
 import colossus
 from colossus.schedule.actions import Action, Actions
@@ -18,7 +19,6 @@ from colossus.schedule.actions import Action, Actions
 #: the second step has what the first has left: weights, sums under way, state of links
 STEPS, BATCH, LAYERS = 2, 12, 6
 MODEL = dict(num_layers=LAYERS)
-EXACT = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 #: ranks, microbatches: one, fewer than ranks, no multiple of them, many
 COUNTS = [(2, 1), (2, 3), (4, 1), (4, 3), (4, 6)]
@@ -40,10 +40,7 @@ def reference(**model: Any) -> Trace:
 
 def assert_parity(world: int, settings: dict[str, Any], **model: Any) -> None:
     traces = run_plan(world, settings, STEPS)
-    for trace in traces:
-        assert trace.losses == traces[0].losses, "ranks report different losses"
-        assert_same_run(trace, reference(**model), **EXACT)
-        assert_same_numbers(trace, reference(**model))
+    laws.assert_parity(traces, reference(**model), "fp64")
 
 
 def schedules() -> Iterator[Any]:

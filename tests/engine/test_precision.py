@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.laws import BOUNDS, outside
 from helpers.ranks import run_ranks
-from helpers.training import Trace, batch_of, config_of, is_key_bias, relative, run_plan, shared_run
+from helpers.training import batch_of, config_of, run_plan, shared_run
 from torch import Tensor, nn
 
 import colossus
@@ -19,10 +20,6 @@ from colossus.comm import accounting
 from colossus.layout.parameter import spec_of
 
 STEPS = 3
-#: relative, between runs of which each rounds in its own places: of losses, of norms, and of each gradient or weight
-#: by the norm of its difference. bfloat16 has 8 bits, float16 has 11.
-BOUNDS = {"bf16": (2**-12, 2**-8, 2**-4), "fp16": (2**-15, 2**-11, 2**-7)}
-
 #: ranks, parallel, schedule
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "data": (2, dict(data=2), {}),
@@ -49,27 +46,6 @@ def settings(precision: Any, parallel: dict[str, Any], schedule: dict[str, Any],
     config["model"] |= dict(positions="rotary", norm="rmsnorm", mlp="swiglu") if schedule.get("type") == "zb-h1" else {}
     config["train"] |= train
     return config
-
-
-def gaps(trace: Trace, reference: Trace) -> tuple[float, float, float]:
-    """The largest relative difference of losses, of norms, and of gradients and weights."""
-    states = [*zip(trace.gradients, reference.gradients, strict=True), (trace.end, reference.end)]
-    of_states = [
-        ((mine[name] - value).norm() / value.norm().clamp(min=1e-3 * reference.norms[0])).item()
-        for mine, wanted in states
-        for name, value in wanted.items()
-        if not is_key_bias(name)
-    ]
-    losses, norms = (
-        [relative(a, b) for a, b in zip(mine, wanted, strict=True)]
-        for mine, wanted in ((trace.losses, reference.losses), (trace.norms, reference.norms))
-    )
-    return max(losses), max(norms), max(of_states)
-
-
-def outside(trace: Trace, reference: Trace, precision: str) -> list[float]:
-    found = gaps(trace, reference)
-    return [gap for gap, bound in zip(found, BOUNDS[precision], strict=True) if not gap <= bound]
 
 
 def in_every_plan() -> Iterator[Any]:

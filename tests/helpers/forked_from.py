@@ -26,7 +26,6 @@ def prepare() -> None:
     """Before tests are collected."""
     # workers are forked: the parent must never have run a multi-threaded operation
     torch.set_num_threads(1)
-    gc.disable()  # until all is imported
     # a collection in a forked process would touch, and so copy, all that it has from its parent
     os.register_at_fork(after_in_child=gc.freeze)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers.covered import note_plans_in
 
 from colossus.comm import log
 from colossus.context.grid import LayerOptions, RankGrid
@@ -49,6 +50,7 @@ def run_ranks(
     With ``with_context=False`` the body gets its rank and finds the environment of a launcher set. ``options`` are of
     the context or of its layers. ``timeout`` is of silence: ranks that still use the processor are slow, and may be.
     """
+    note_plans_in(args)
     plan = plan or grid(tensor=world)
     assert plan.world_size == world
     of_layers = {name: options.pop(name) for name in LayerOptions.__dataclass_fields__ if name in options}

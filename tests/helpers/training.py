@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.covered import note_plans_in
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -40,16 +41,16 @@ def config_of(plan: dict[str, Any], steps: int, precision: str, **more: Any) -> 
     )
     for key, value in more.items():
         is_another = key == "model" and "type" in value
-        config[key] = value if is_another else _merged(config.get(key, {}), value)
+        config[key] = value if is_another else merged(config.get(key, {}), value)
     return config
 
 
-def _merged(old: Any, new: Any) -> Any:
-    """``new`` laid over ``old``; a bare number is the size of its section."""
+def merged(old: Any, new: Any) -> Any:
+    """Return ``new`` laid over ``old``; a bare number is the size of its section."""
     if not isinstance(new, dict):
         return new
     old = old if isinstance(old, dict) else {"size": old}
-    return {**old, **{key: _merged(old.get(key, {}), value) for key, value in new.items()}}
+    return {**old, **{key: merged(old.get(key, {}), value) for key, value in new.items()}}
 
 
 class Trace:
@@ -96,11 +97,28 @@ def unpacked(shapes: list[tuple[str, torch.Size]], numbers: Any) -> dict[str, Te
     return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
-def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = None, before_last: bool = False) -> Trace:
-    """Body of a rank: train, and gather what is compared. ``damage`` halves the gradient of one parameter."""
+def train(
+    rank: int,
+    config: dict[str, Any],
+    steps: int,
+    damage: str | None = None,
+    before_last: bool = False,
+    only_end: bool = False,
+) -> Trace:
+    """Train on a rank, and gather what is compared.
+
+    Args:
+        rank: of this process.
+        config: of the run.
+        steps: to train.
+        damage: a parameter whose gradient is halved.
+        before_last: gather the weights before the last step, too.
+        only_end: gather gradients and weights of the last step alone, and only on the first rank.
+    """
     engine = colossus.initialize(config)
     trace = Trace()
-    trace.start = full_state_dict(engine.model, engine.context)
+    if not only_end:
+        trace.start = full_state_dict(engine.model, engine.context)
     if damage is not None:
         dict(engine.model.named_parameters())[damage].register_hook(lambda grad: grad * 0.5)
     index, count = engine.context.index("data"), engine.context.size("data")
@@ -114,10 +132,12 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.tokens.append(result.tokens)
-        if step in (0, steps - 1):
+        if step == steps - 1 or (step == 0 and not only_end):
             trace.gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
     trace.end = full_state_dict(engine.model, engine.context)
     engine.close()
+    if only_end and rank:
+        trace.gradients, trace.end = [], {}
     return trace
 
 
@@ -139,6 +159,7 @@ def run_cases(world: int, configs: dict[str, dict[str, Any]], steps: int) -> dic
                 raise
         return traces
 
+    note_plans_in([configs])
     by_rank = run_ranks(world, body, with_context=False)
     return {name: [traces[number] for traces in by_rank] for number, name in enumerate(configs)}
 
@@ -148,6 +169,7 @@ _RUNS: dict[str, list[Trace]] = {}
 
 def shared_run(world: int, config: dict[str, Any], steps: int) -> list[Trace]:
     """`run_plan`, once for all tests of a session that ask for the same; what it returns must not be changed."""
+    note_plans_in([config])
     key = repr((world, config, steps))
     if key not in _RUNS:
         _RUNS[key] = run_plan(world, config, steps, None, True)
@@ -168,7 +190,8 @@ def assert_same_run(trace: Trace, reference: Trace, *, loss: float, norm: float,
         assert relative(mine, other) <= loss, f"loss of step {step + 1}: {mine!r}, one process {other!r}"
     for step, (mine, other) in enumerate(zip(trace.norms, reference.norms, strict=True)):
         assert relative(mine, other) <= norm, f"gradient norm of step {step + 1}: {mine!r}, one process {other!r}"
-    for when, mine_all, other_all in zip(("first", "last"), trace.gradients, reference.gradients, strict=True):
+    names = ("first", "last")[-len(reference.gradients) :]
+    for when, mine_all, other_all in zip(names, trace.gradients, reference.gradients, strict=True):
         assert mine_all.keys() == other_all.keys()
         mine_norms = torch.stack(torch._foreach_norm([mine_all[name] for name in other_all]))
         other_norms = torch.stack(torch._foreach_norm(list(other_all.values())))

@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.laws import assert_parity
 from helpers.long import long
 from helpers.training import (
     Trace,
     assert_is_plain_torch,
-    assert_same_numbers,
     assert_same_run,
     config_of,
     run_cases,
@@ -20,8 +20,6 @@ from helpers.twins import PlainLlama, PlainViT
 from torch import nn
 
 STEPS, LONG = 3, 20
-FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
-FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
 
 SCALING = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=96, rope_type="llama3"
@@ -101,11 +99,7 @@ def compare(cases: dict[tuple[str, str], Plan], precision: str, steps: int, **mo
     for (model, _), (name, traces) in zip(cases, found.items(), strict=True):
         reference = alone(model, precision, steps, **more)
         try:
-            for trace in traces:
-                assert trace.losses == traces[0].losses, "ranks report different losses"
-                assert_same_run(trace, reference, **(FP64 if precision == "fp64" else FP32))
-                if precision == "fp64":
-                    assert_same_numbers(trace, reference)
+            assert_parity(traces, reference, precision)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

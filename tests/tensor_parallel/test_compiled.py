@@ -18,6 +18,8 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.split_parameter import as_shards
 
+pytestmark = pytest.mark.usefixtures("compiler")
+
 
 def block() -> nn.Module:
     """With several outputs of one matmul, a column/row pair, rotary angles, and norms of features that are split."""
