@@ -60,6 +60,7 @@ html_theme_options = {
 
 #: what a page links on GitHub -> the page of the site that takes its place
 ON_THE_SITE = {
+    "../CHANGELOG.md": "changelog.md",
     "../CONTRIBUTING.md": "contributing.md",
     "../benchmarks/README.md": "benchmark-commands.md",
     "../colossus/config/schema.py": "reference/config.md",
@@ -79,7 +80,7 @@ def link_the_site(app: Any, page: str, source: list[str]) -> None:
     """Replace links to files of the repository by those to pages of the site."""
     if page != "one-train-step":  # this page is about the code
         for file, other in ON_THE_SITE.items():
-            source[0] = source[0].replace(f"]({file})", f"]({other})")
+            source[0] = source[0].replace(f"]({file}", f"]({other}")
 
 
 def setup(app: Any) -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks import (  # noqa: E402
     common,
+    parity,
     pipeline,
     restarts,
     tensor,
@@ -315,3 +316,13 @@ def test_seconds_of_a_restart_are_those_behind_the_death_of_the_slowest_rank() -
     parts = restarts.parts_of(moments)
     expected = {"noticed": 0.1, "all gone": 0.6, "started": 0.2, "python": 0.6, "imports": 1.0, "built": 1.0}
     assert parts == pytest.approx(expected | {"resumed": 1.0, "first step": 1.0, "total": 5.5})
+
+
+def test_parity_sees_a_gradient_that_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "WORKLOAD", Workload(hidden=16, layers=2, heads=2, tokens=8, batch=4))
+    monkeypatch.setattr(parity, "PLANS", {"tensor 2": (2, dict(tensor=2), {})})
+    differences = parity.compare_plans(4)
+    assert differences["tensor 2"] < 1e-12
+    assert differences[parity.CONTROL] > 1e-9
+    drawn = parity.draw(differences, 4)
+    assert drawn.count("<circle") == 2

@@ -156,3 +156,15 @@ def test_messages_of_the_page_on_trouble_are_those_of_the_code() -> None:
     for message in quoted:
         for part in filter(None, map(str.strip, message.split(".."))):
             assert any(part in piece for piece in pieces), f"no message of the package has {part!r}"
+
+
+def test_ratios_at_a_glance_are_those_of_the_pages_behind_them() -> None:
+    glance = (ROOT / "docs" / "benchmarks.md").read_text().split("## At a glance")[1].split("\n## ")[0]
+    pages = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("speed-of-a-step", "speed-around-a-step"))
+    ratios = re.findall(r"\d\.\d{3}(?: \[[\d., ]+\])?", glance)
+    assert len(ratios) >= 8
+    assert [ratio for ratio in ratios if ratio not in pages] == []
+    shown = re.search(r"\| time / torch's \| (.*) \|", (ROOT / "README.md").read_text())
+    assert shown is not None
+    for rounded, ratio in zip(shown[1].split(" | "), ratios[:4] + ratios[5:6], strict=True):
+        assert abs(float(rounded) - float(ratio[:5])) < 0.0051

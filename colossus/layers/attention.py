@@ -41,10 +41,12 @@ class Attention(Layer):
     Shape:
         input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. If key/value heads
         are fewer than the ranks, ranks / num_kv_heads neighbours have a copy of each.
+
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may attend; its batch in the user
-            layout, with all heads and tokens. Not under sequence parallelism, where each rank has only its tokens.
+        layout, with all heads and tokens. Not under sequence parallelism, where each rank has only its tokens.
+
         ``documents``: integers [batch, tokens] in the whole layout: a token attends only to tokens with the same
-            number. Padding is a document of its own, say -1.
+        number. Padding is a document of its own, say -1.
 
     Args:
         head_dim: features of a head, by default hidden_size / num_heads.
