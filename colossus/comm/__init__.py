@@ -1,1 +1,1 @@
-"""How values move between ranks: collectives, their conjugates under autograd, what they cost and what ran last."""
+"""Communication between ranks: collectives, their conjugates under autograd, their cost, and a log of the last."""

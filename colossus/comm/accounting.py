@@ -1,8 +1,8 @@
-"""What every collective and point-to-point send moves: counted, and as formulas. No torch.
+"""The traffic of collectives and point-to-point sends, as counts and as formulas. No torch.
 
-Elements and bytes are what one rank sends under the ring algorithms, whatever algorithm runs, so that a count can be
-compared with a formula. A send counts its own size. What a matmul or an attention will send is predicted with the same
-formulas (``traffic.py`` of `colossus.tensor_parallel` and of `colossus.sequence_parallel`).
+Counts and formulas give the elements or bytes that one rank sends under the ring algorithms, whatever algorithm runs,
+so that the two can be compared. A send counts its own size. ``traffic.py`` of `colossus.tensor_parallel` and of
+`colossus.sequence_parallel` predict the traffic of matmuls and attention with the same formulas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-#: the collective of each move that sends something (see `colossus.comm.conjugate`); the others stay on their rank
+#: the collective that runs each move (see `colossus.comm.conjugate`); moves that are not listed send nothing
 COLLECTIVES = {
     "gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -28,7 +28,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives that one rank starts, and elements that it sends in them."""
+    """The number of collectives that one rank starts, and the elements that it sends in them."""
 
     calls: int = 0
     elements: float = 0.0
@@ -40,38 +40,39 @@ class Traffic:
         return Traffic(self.calls * times, self.elements * times)
 
 
-def sent(operation: str, num_ranks: int, held: float) -> float:
-    """What one rank sends in a collective over n = ``num_ranks`` ranks, in the unit of ``held``.
+def sent(operation: str, num_ranks: int, local_size: float) -> float:
+    """Return what one rank sends in a collective over ``num_ranks`` ranks, in the unit of ``local_size``.
 
-    The nominal count of the ring algorithms (Patarasuk and Yuan, 2009), whatever algorithm runs. With S for the whole
-    tensor, all-gather and reduce-scatter send (n-1)/n S, all-reduce sends both; all-to-all sends the n-1 of n chunks
-    that are not the rank's own.
+    This is the nominal count of the ring algorithms (Patarasuk and Yuan, 2009), whatever algorithm runs. On n ranks,
+    with S for the whole tensor, all-gather and reduce-scatter send (n-1)/n S and all-reduce sends twice that;
+    all-to-all sends the n-1 of n chunks that are for other ranks.
 
     Args:
         operation: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
-        held: elements or bytes that the rank holds before: S / n for an all-gather, S for the others.
+        num_ranks: the size of the group.
+        local_size: elements or bytes of the rank's input: S / n for an all-gather, S for the others.
     """
     if num_ranks == 1:
         return 0.0
     if operation == "broadcast":
-        return held
-    others = held * (num_ranks - 1)
+        return local_size
+    others = local_size * (num_ranks - 1)
     if operation == "all_gather":
         return others
     return {"reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}[operation] * others / num_ranks
 
 
-def move_traffic(move: str, num_ranks: int, held: float) -> Traffic:
-    """Traffic of one move, named as in `colossus.comm.conjugate`, of a tensor of which the rank holds ``held``."""
+def move_traffic(move: str, num_ranks: int, local_size: float) -> Traffic:
+    """Return the traffic of one move of `colossus.comm.conjugate` whose input has ``local_size`` elements on a rank."""
     operation = COLLECTIVES.get(move)
     if operation is None or num_ranks == 1:
         return Traffic()
-    return Traffic(1, sent(operation, num_ranks, held))
+    return Traffic(1, sent(operation, num_ranks, local_size))
 
 
 @dataclass
 class Tally:
-    """How many operations ran, and the bytes that this rank sent in them."""
+    """The number of operations that ran, and the bytes that this rank sent in them."""
 
     calls: int = 0
     bytes: float = 0.0
@@ -79,7 +80,7 @@ class Tally:
 
 @dataclass(eq=False)
 class Counter:
-    """Calls and bytes sent by this rank, by (operation, axes, dtype)."""
+    """The calls and the sent bytes of this rank, by (operation, axes, dtype)."""
 
     entries: dict[tuple[str, str, torch.dtype], Tally] = field(default_factory=lambda: defaultdict(Tally))
 
@@ -95,7 +96,7 @@ class Counter:
         return sum(t.bytes for key, t in self.entries.items() if _matches(key, axes, operation))
 
     def rows(self) -> list[dict[str, object]]:
-        """One row per (operation, axes, dtype), ready to print or to write as JSON."""
+        """Return one row per (operation, axes, dtype), ready to print or to write as JSON."""
         return [
             {"operation": op, "axes": axes, "dtype": str(dtype).removeprefix("torch."), **vars(tally)}
             for (op, axes, dtype), tally in sorted(self.entries.items(), key=lambda item: str(item[0]))
@@ -106,13 +107,13 @@ def _matches(key: tuple[str, str, torch.dtype], axes: str | None, operation: str
     return (axes is None or key[1] == axes) and (operation is None or key[0] == operation)
 
 
-#: the counters inside whose `count` this rank is; empty means accounting is off
+#: the counters of the `count` blocks that this rank is in; accounting is off where there is none
 listeners: list[Counter] = []
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Nothing is counted inside the block: for a recomputation that takes results from a cache and moves nothing."""
+    """Count nothing inside the block, as for a recomputation that takes results from a cache and sends nothing."""
     paused_listeners = list(listeners)
     listeners.clear()
     try:
@@ -123,7 +124,7 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def count() -> Iterator[Counter]:
-    """``with count() as moved:`` counts what this rank sends inside the block."""
+    """Count what this rank sends inside the block, in the `Counter` that the ``with`` statement gives."""
     counter = Counter()
     listeners.append(counter)
     try:

@@ -1,5 +1,8 @@
-"""What autograd functions and collectives have to know of torch: whether operations are traced, recorded or recomputed,
-what is saved for backward and when, and what cannot be differentiated twice or compiled."""
+"""Helpers for autograd functions that run collectives.
+
+They answer whether operations are being traced, recorded or recomputed, save tensors for backward, and guard what
+cannot be differentiated twice or compiled.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_recorded() -> bool:
-    """Whether tensor operations are being traced or recorded by a dispatch mode. Fake tensors among fake ranks are not:
-    there the collectives are those that real ones take."""
+    """Return whether a compiler or a dispatch mode is tracing or recording tensor operations.
+
+    Fake tensors among fake ranks do not count: collectives take the same way there as those of real ranks.
+    """
     if torch.compiler.is_compiling():
         return True
     num_modes = torch._C._len_torch_dispatch_stack()
@@ -34,23 +39,24 @@ def is_recorded() -> bool:
 
 
 def is_hooked() -> bool:
-    """Whether activation checkpointing or other `saved_tensors_hooks` take over what is saved for backward."""
+    """Return whether activation checkpointing or other `saved_tensors_hooks` handle what is saved for backward."""
     return _top_hooks(True) is not None
 
 
 def is_recomputation() -> bool:
-    """Whether this forward runs inside of a backward, as those of activation checkpointing do the second time."""
+    """Return whether this forward runs inside a backward, as the recomputation of activation checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward``, in a recomputation at once.
+    """Save tensors as ``ctx.save_for_backward`` does; in a recomputation, pack them at once.
 
-    torch packs what a forward saves when the forward is over. Non-reentrant activation checkpointing
-    (`torch.utils.checkpoint`) ends a recomputation as soon as the last tensor that backward needs is packed: to be over
-    before a product and its collective that nothing needs any more, it must be packed before these. In a first pass
-    this is ``ctx.save_for_backward`` and costs nothing; what is saved, and in what order, is the same in both.
-    Where torch cannot (2.11), a recomputation runs that rest, too.
+    torch packs what a forward saves when that forward has returned. Non-reentrant activation checkpointing
+    (`torch.utils.checkpoint`) ends a recomputation as soon as the last tensor that backward needs is packed. Packing
+    at once therefore skips the matmul and the collective that come after the call and whose result nobody needs.
+
+    The first forward calls ``ctx.save_for_backward`` and costs nothing more. Both passes save the same tensors in the
+    same order. torch 2.11 cannot pack early: there a recomputation runs to its end.
     """
     make = torch_versions.make_saved_tensor
     if not is_recomputation() or make is None or not is_hooked():
@@ -60,7 +66,7 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """The tensors, or None, that `save_for_backward` has saved. Under checkpointing this runs a user's forward."""
+    """Return what `save_for_backward` has saved; under checkpointing this recomputes a user's forward."""
     early = getattr(ctx, "saved_early", None)
     if early is None:
         return ctx.saved_tensors
@@ -68,13 +74,13 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable`` for the backward of an autograd function, in words and at once.
+    """Make the backward of an autograd function raise when it is to be differentiated again.
 
-    torch's own fails where the second backward arrives, far from the line that asked for it; and where the gradient
-    that came in is a constant (of a sum, say), it gives a second derivative that lacks a term.
+    torch's ``once_differentiable`` raises in the second backward only, far from the line that asked for it. Where the
+    incoming gradient is a constant (that of a sum, say), it even returns a second derivative that lacks a term.
 
     Raises:
-        ValueError: in a backward with ``create_graph=True``.
+        ValueError: the backward runs with ``create_graph=True``.
     """
     once = once_differentiable(backward)
 
@@ -95,7 +101,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """``torch.compiler.disable``, which imports ``torch._dynamo`` (1.6 s) only where something is being compiled."""
+    """Do as ``torch.compiler.disable``, but import ``torch._dynamo`` (1.6 s) only while something is compiled."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -36,10 +36,11 @@ DTYPES = [
 class Channel:
     """The mapped slots and the sockets of one group.
 
-    Every rank has two slots, used in turn. At most one collective is open: starting the next one finishes it first, so
-    a peer's message about collective k + 1 says that it has read all of collective k, whose slots are free again. A
-    peer that dies closes its socket and is noticed at once; one that runs another collective is noticed because every
-    message has a header that says which one it is, and of what (`context.program`).
+    Every rank has two slots and uses them in turn. At most one collective is open: starting the next one finishes it
+    first. So a peer's message about collective k + 1 also says that it has read all of collective k, and that the
+    slots of k are free again. A peer that dies closes its socket, which the others notice at once. A peer that runs
+    another collective is noticed by the header of its message, which has the collective's number, size, dtype and
+    subject (`context.program`).
     """
 
     def __init__(self, group: AxisGroup, slots: list[list[Tensor]], peers: dict[int, socket.socket]) -> None:
@@ -51,16 +52,19 @@ class Channel:
         self._open: Callable[[], Tensor] | None = None
 
     def start(self, x: Tensor, consume: Consume) -> Callable[[], Tensor]:
-        """Share ``x`` with the group; the function returned waits for the others and gives ``consume`` of all tensors.
+        """Share ``x`` with the group.
 
         Args:
-            x: at most ``slot_bytes``; the same shape and dtype on every rank.
-            consume: takes the tensors of all ranks in group order, which are valid only during the call.
+            x: a tensor of at most ``slot_bytes``, of the same shape and dtype on every rank.
+            consume: makes the result of the tensors of all ranks, in group order; they are valid only during the call.
+
+        Returns:
+            A function that waits for the other ranks and returns the result of ``consume``.
         """
         return self.start_filled(x.shape, x.dtype, lambda slot: slot.copy_(x.detach()), consume)
 
     def start_filled(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Callable[[], Tensor]:
-        """`start` of a tensor that exists nowhere else: ``fill`` writes it to this rank's slot."""
+        """Share a tensor that ``fill`` writes into this rank's slot, else as `start`."""
         if self._open is not None:
             self._open()
         self._sequence += 1
@@ -81,7 +85,7 @@ class Channel:
                         raise located_error(self._mismatch(rank, header, theirs), RuntimeError)
                 result = consume(views)
                 views.clear()
-                if self._sequence == header[0]:  # not `is wait`, a circle that would hold the tensors
+                if self._sequence == header[0]:  # `is wait` would make a cycle that keeps the tensors alive
                     self._open = None
             return result
 
@@ -108,7 +112,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _errors_naming(self, rank: int) -> Iterator[None]:
-        """Errors of a socket inside say which rank it leads to."""
+        """Turn errors of a socket into a `PeerGone` that names the rank at its other end."""
         try:
             yield
         except TimeoutError as error:
@@ -121,6 +125,11 @@ class Channel:
 
 
 def read_exactly(peer: socket.socket, size: int) -> bytes:
+    """Return the next ``size`` bytes of a stream.
+
+    Raises:
+        ConnectionResetError: the stream ends before.
+    """
     data = b""
     while len(data) < size:
         received = peer.recv(size - len(data))

@@ -1,10 +1,10 @@
-"""Collectives over an `AxisGroup`: started, then waited for. No autograd here (see `conjugate`).
+"""Collectives over an `AxisGroup`, which are started and then waited for. No autograd here (see `conjugate`).
 
-There are three ways to run one. Between processes of one host, on CPU: through shared memory, several times faster than
-gloo. Otherwise through c10d, in place on a tensor the caller owns. And out of place, through torch's functional ops,
-whenever something traces or records tensor operations: selective activation checkpointing would otherwise cache a value
-that is overwritten later, and give silently wrong gradients. What gloo has to carry of an accelerator's tensors is
-copied to the host first (`host_staging`), and then goes one of these ways.
+A collective runs in one of three ways. CPU tensors between processes of one host go through shared memory, several
+times faster than gloo. Other tensors go through c10d, in place where the caller owns the tensor. While something
+traces or records tensor operations, torch's functional ops run out of place: otherwise selective activation
+checkpointing would cache a value that is overwritten later, and gradients would be silently wrong. Under gloo, tensors
+of an accelerator are copied to the host first (`host_staging`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 
 _functional = torch.ops._c10d_functional
-#: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
+#: from this size of the whole tensor on, gloo gathers and scatters by messages, which is at least twice as fast
 _MESSAGES_BYTES = 1 << 20
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
-    """Sum (or max) of ``x`` over the group, on every rank.
+    """Start to sum ``x`` over the group, or to take its maximum; every rank gets the result.
 
     Args:
         x: any shape, the same on all ranks.
+        group: the ranks that take part.
+        op: ``sum`` or ``max``.
         owned: the caller gives ``x`` away; it may be overwritten with the result.
-        what: the bytes are counted as those of the operation ``all_reduce <what>``.
+        what: a label; the bytes are counted under ``all_reduce <what>``.
     """
     n = group.size
     if n == 1:
@@ -61,10 +63,13 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
 
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> Pending:
-    """Concatenation over the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..].
+    """Start to concatenate the tensors of the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..].
 
     Args:
-        what: the bytes are counted as those of the operation ``all_gather <what>``.
+        x: of the same shape on all ranks.
+        group: the n ranks that take part.
+        dim: the dim that grows.
+        what: a label; the bytes are counted under ``all_gather <what>``.
     """
     n = group.size
     if n == 1:
@@ -90,10 +95,10 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Sum over the group, each rank keeping its shard along ``dim``: [.., n s, ..] -> [.., s, ..].
+    """Start to sum over the group; each rank gets its shard along ``dim``: [.., n s, ..] -> [.., s, ..].
 
     Raises:
-        ValueError: when ``dim`` does not divide by the size of the group.
+        ValueError: the size of ``dim`` does not divide by that of the group.
     """
     n = group.size
     if n == 1:
@@ -122,10 +127,10 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
-    """Exchange the dim that is sharded: split along ``split_dim``, receive chunks along ``concat_dim``.
+    """Start to change which dim is sharded: send chunks along ``split_dim``, concatenate along ``concat_dim``.
 
     Raises:
-        ValueError: when ``split_dim`` does not divide by the size of the group.
+        ValueError: the size of ``split_dim`` does not divide by that of the group.
     """
     n = group.size
     if n == 1:
@@ -151,7 +156,11 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
-    """Overwrite ``x`` on every rank with that of the group's rank of index ``source``; contiguous, of one shape."""
+    """Overwrite ``x`` on every rank with that of the rank at index ``source`` of the group.
+
+    Args:
+        x: contiguous, of the same shape and dtype on all ranks.
+    """
     if group.size > 1:
         if host_staging.is_needed(x, group):
             return host_staging.to_device(broadcast(host_staging.to_host(x), group, source), x.device, x)
@@ -163,16 +172,17 @@ def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
 
 
 def barrier(group: AxisGroup, device: torch.device) -> None:
-    """Until all ranks of the group have come here."""
+    """Wait until all ranks of the group have come here."""
     if group.size > 1:
         all_reduce(torch.zeros(1, device=device), group, owned=True).wait()
 
 
 def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:
-    """Start an all-gather in which every rank sends ``x`` to every other, which may be of another length on each.
+    """Start an all-gather by messages: every rank sends ``x`` to every other one.
 
     Args:
-        parts: what is received, in group order; this rank's own is copied.
+        x: this rank's tensor; its length may differ between ranks.
+        parts: where the tensors of all ranks arrive, in group order; this rank's own is copied.
     """
     n, me = group.size, group.index
     parts[me].copy_(x)
@@ -187,7 +197,7 @@ def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[di
 
 
 def own_chunk(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
-    """This rank's chunk along ``dim``, a view; no communication."""
+    """Return this rank's chunk along ``dim``, a view; no communication."""
     if group.size == 1:
         return x
     size = _chunk_size(x, dim, group)
@@ -195,7 +205,7 @@ def own_chunk(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
 
 
 def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
-    """Elements of each rank's chunk along ``dim``, which must divide."""
+    """Return the size of each rank's chunk along ``dim``, which must divide by the size of the group."""
     size, rest = divmod(x.shape[_dim(x, dim)], group.size)
     if rest:
         dim = _dim(x, dim)
@@ -209,7 +219,7 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
 
 
 def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
-    """Sum or maximum of the ranks' tensors, in rank order on every rank: the same to the last bit."""
+    """Return the sum or maximum of the ranks' tensors, in rank order on every rank, so that all get the same bits."""
     combine = torch.add if op == "sum" else torch.maximum
     total = combine(tensors[0], tensors[1]) if into is None else combine(tensors[0], tensors[1], out=into)
     for x in tensors[2:]:
@@ -220,10 +230,10 @@ def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
 def record(
     operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None
 ) -> log.Entry | None:
-    """Log and count a collective of ``x``, under ``<operation> <what>``; compiled code does neither.
+    """Log and count a collective of ``x`` under ``<operation> <what>``; compiled code does neither.
 
     Args:
-        sent: bytes that this rank sends, by default those of a tensor that is cut evenly.
+        sent: bytes that this rank sends; by default, those of a collective whose chunks are equal.
     """
     if torch.compiler.is_compiling():
         return None
@@ -236,7 +246,7 @@ def record(
 def work_pending(
     works: Sequence[dist.Work], out: Tensor, entry: log.Entry | None, shape: Callable[[Tensor], Tensor] | None = None
 ) -> Pending:
-    """``out``, or ``shape(out)``, once c10d has done these."""
+    """Return a pending result: ``out``, or ``shape(out)``, once the works of c10d are done."""
 
     def finish() -> Tensor:
         for work in works:
@@ -247,12 +257,12 @@ def work_pending(
 
 
 def _stack_chunks(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
-    """[.., n s, ..] -> contiguous [n, .., s, ..]."""
+    """Return the chunks along ``dim`` one below the other: [.., n s, ..] -> contiguous [n, .., s, ..]."""
     return x.unflatten(dim, (n, _chunk_size(x, dim, group))).movedim(_dim(x, dim), 0).contiguous()
 
 
 def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
-    """[n s0, ..], as gathered along the first dim, to a concatenation along ``dim``."""
+    """Turn a concatenation of n tensors along dim 0, [n s0, ..], into one along ``dim``."""
     if dim == 0:
         return x
     return x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1)

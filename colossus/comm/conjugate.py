@@ -1,4 +1,4 @@
-"""The conjugate collectives: each forward move with the backward move its gradient needs.
+"""The conjugate collectives: each forward move with the backward move that its gradient needs.
 
 | forward | backward | the value goes from | to |
 |---|---|---|---|
@@ -31,7 +31,13 @@ from colossus.context.groups import AxisGroup
 def start(
     operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False
 ) -> Pending:
-    """Start one move by name (see the table at the top). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
+    """Start one move by its name in the table at the top.
+
+    Args:
+        dim: the dim that is, or gets, sharded.
+        to_dim: of all_to_all, the dim that is sharded afterwards; ``dim`` is the one that is sharded before.
+        owned: the caller gives ``x`` away; a sum may overwrite it.
+    """
     if operation == "identity":
         return Ready(x)
     if operation == "gather":
@@ -53,12 +59,15 @@ def start(
 
 
 def not_a_view(y: Tensor) -> Tensor:
-    """What an autograd function returns of a tensor that it made and keeps nowhere else, without a copy.
+    """Return ``y`` as a tensor that is no view, without a copy, so that an autograd function may return it.
 
-    PyTorch refuses to change an output in place when it is a view made inside of the function, as that of ``F.linear``
-    with a bias on three dims is.
+    PyTorch refuses to change an output in place when it is a view made inside the function, as the result of
+    ``F.linear`` with a bias on three dims is.
+
+    Args:
+        y: a tensor that the function made and keeps nowhere else.
     """
-    if torch.compiler.is_compiling() or not y._is_view():  # a compiler has no views, and does not know the question
+    if torch.compiler.is_compiling() or not y._is_view():  # a compiler has no views and cannot trace `_is_view`
         return y
     plain: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
     return plain
@@ -91,7 +100,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def conjugate(x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int = -1, to_dim: int = -1) -> Tensor:
-    """``forward`` applied to ``x``; its gradient is moved by ``backward``."""
+    """Move ``x`` by ``forward``, and its gradient by ``backward``: names of moves in the table at the top."""
     if group.size == 1:
         return x
     return _Conjugate.apply(x, forward, backward, group, dim, to_dim)

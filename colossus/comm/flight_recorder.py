@@ -1,7 +1,8 @@
-"""torch's flight recorder: the collectives that NCCL was given by this process, and which of them have not ended.
+"""Dumps of torch's flight recorder: the collectives that this process queued in NCCL, and which have not ended.
 
-A collective on a GPU is over for the host before it has begun there, so the log of our own (`log`) says which rank did
-not come to one, but not what the device does. torch's recorder asks the device; its files are read by ``torchfrtrace``.
+For the host, a collective on a GPU is over before it has begun on the device. So our own log (`log`) says which rank
+did not come to a collective, but not what the device does. torch's recorder asks the device; ``torchfrtrace`` reads
+its files.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def is_recording() -> bool:
-    """Whether this process is one of ranks that talk through NCCL."""
+    """Return whether the ranks of this process's run communicate through NCCL."""
     return dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
 
 
 def write(path: Path, *, with_stacks: bool = True) -> None:
-    """Write what was recorded to a file; readers see all of it or nothing.
+    """Write the recording to a file; readers see all of it or nothing.
 
     Args:
-        with_stacks: with the lines that wanted each collective, which takes longer.
+        with_stacks: include the stack of each collective's caller, which takes longer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -35,13 +36,13 @@ def write(path: Path, *, with_stacks: bool = True) -> None:
 
 
 def has_pending() -> bool:
-    """Whether some collective of this process has been given to NCCL and has not ended."""
+    """Return whether a collective that this process queued in NCCL has not ended."""
     entries: list[dict[str, Any]] = pickle.loads(_dump(False, only_active=True)).get("entries", [])
     return any(entry.get("state") != "completed" and not entry.get("retired") for entry in entries)
 
 
 def failed_group() -> tuple[str, str] | None:
-    """(group, what torch calls the error) of the first group whose watchdog has given up a collective."""
+    """Return the name of the first group whose watchdog gave up a collective, and torch's name of the error."""
     for group, (backend, _) in list(c10d._world.pg_map.items()):
         if backend != dist.Backend.NCCL:
             continue
@@ -52,6 +53,7 @@ def failed_group() -> tuple[str, str] | None:
 
 
 def _dump(with_stacks: bool, *, only_active: bool) -> bytes:
-    name = "_dump_nccl_trace" if hasattr(native, "_dump_nccl_trace") else "_dump_fr_trace"  # built without NCCL
+    # a torch that is built without NCCL has the second name only
+    name = "_dump_nccl_trace" if hasattr(native, "_dump_nccl_trace") else "_dump_fr_trace"
     data: bytes = getattr(native, name)(True, with_stacks, only_active)
     return data

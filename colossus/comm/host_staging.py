@@ -1,10 +1,10 @@
-"""Tensors of an accelerator that travel through the host's memory, for ranks joined by gloo.
+"""Copies between an accelerator and the host, for collectives and messages that gloo carries.
 
 NCCL refuses two ranks on one device, and gloo has few collectives of CUDA tensors and no messages. So under
-``comm.backend = "gloo"`` a tensor is copied to the host, travels as one of the CPU does (through shared memory where
-that can be), and what arrives is copied back. `to_host` waits until its copies are complete; what is copied back is
-queued on the stream that is current when the result is waited for. Memory of copies is page-locked: torch gives it to
-nobody else before a copy that was queued has read it.
+``comm.backend = "gloo"`` a tensor is copied to the host, travels like a CPU tensor (through shared memory where
+possible), and its result is copied back. `to_host` waits until its copies are complete. The copy back is queued on the
+stream that is current when the result is waited for. Copies lie in page-locked memory, which torch does not reuse
+before a queued copy has read it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from colossus.context.groups import AxisGroup
 
 
 def is_needed(x: Tensor, group: AxisGroup) -> bool:
-    """Whether ``x`` goes through the host between the ranks of this group."""
+    """Return whether ``x`` goes through the host between the ranks of this group."""
     return x.device.type != "cpu" and group.is_on_host
 
 
 def wire_device(device: torch.device, group: AxisGroup) -> torch.device:
-    """Where tensors of ``device`` are when they travel between the ranks of this group."""
+    """Return the device from which tensors of ``device`` travel between the ranks of this group."""
     return torch.device("cpu") if device.type != "cpu" and group.is_on_host else device
 
 
 def through_host(x: Tensor, collective: Callable[[Tensor], Pending], *, into: Tensor | None = None) -> Pending:
-    """The collective of a copy of ``x`` on the host, its result back on the device; in ``into`` where that is given."""
+    """Start a collective of a host copy of ``x``, whose result is copied back to the device, or into ``into``."""
     return collective(to_host(x)).then(lambda result: to_device(result, x.device, into))
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy on the host, contiguous and complete."""
+    """Return a copy on the host, contiguous and complete."""
     (copy,) = all_to_host([x])
     return copy
 
 
 def all_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies on the host, contiguous and complete: the device is waited for once."""
+    """Return copies on the host, contiguous and complete; the device is waited for once."""
     tensors = list(tensors)
-    if is_recorded():  # what is recorded is given back later, so nothing may be written in place
+    if is_recorded():  # recorded values are used again later, so nothing may be written in place
         return [x.to("cpu", memory_format=torch.contiguous_format, copy=True) for x in tensors]
     copies = [empty(x.shape, x.dtype, x.device).copy_(x.detach(), non_blocking=True) for x in tensors]
     for device in {x.device for x in tensors if x.device.type != "cpu"}:
@@ -55,56 +55,56 @@ def all_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host for what comes from a device, or goes there."""
+    """Return host memory for copies from or to a device."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def to_device(x: Tensor, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """What has arrived, on its device; ``x`` may be dropped, and what lent its memory may change it, at once."""
+    """Copy a host tensor to its device, or into ``into``; the memory of ``x`` may be reused at once."""
     if is_recorded():
         return x.to(device)
-    at_once = not x.is_pinned()  # memory that torch does not watch over
-    return x.to(device, non_blocking=not at_once) if into is None else into.copy_(x, non_blocking=not at_once)
+    # torch protects page-locked memory until a queued copy has read it, and no other memory
+    is_queued = x.is_pinned()
+    return x.to(device, non_blocking=is_queued) if into is None else into.copy_(x, non_blocking=is_queued)
 
 
 class BufferPool:
-    """Buffers on the host that are used again: memory that is touched for the first time costs more than to be written
-    to. From any thread.
+    """Host buffers that are reused, since the first touch of new memory costs more than writing to it. Thread-safe.
 
     Args:
-        most_bytes: of what is kept for later; None: all that comes back.
+        max_bytes: the most bytes of free buffers that the pool keeps; None: all that come back.
         pinned: memory is page-locked, for copies to and from an accelerator.
     """
 
-    def __init__(self, most_bytes: int | None = None, *, pinned: bool = False) -> None:
-        self._most_bytes, self._pinned = most_bytes, pinned
+    def __init__(self, max_bytes: int | None = None, *, pinned: bool = False) -> None:
+        self._max_bytes, self._pinned = max_bytes, pinned
         self._lock = threading.Lock()
         self._free: dict[int, list[torch.UntypedStorage]] = {}
-        self._kept = 0
+        self._free_bytes = 0
 
     def take(self, size: int) -> Tensor:
-        """Memory of ``size`` bytes, uint8."""
-        rounded = rounded_size(size)
+        """Return memory of ``size`` bytes, uint8."""
+        rounded = _rounded_size(size)
         with self._lock:
             free = self._free.get(rounded)
             if free:
-                self._kept -= rounded
+                self._free_bytes -= rounded
                 return torch.empty(0, dtype=torch.uint8).set_(free.pop(), 0, (size,), (1,))
         return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)[:size]
 
     def give_back(self, data: Tensor) -> None:
-        """Give back the memory of `take`; nothing of it may be used any more."""
+        """Take back memory of `take`, which the caller must not use any more."""
         storage = data.untyped_storage()
         size = storage.nbytes()
         if not size:
             return
         with self._lock:
-            if self._most_bytes is None or self._kept + size <= self._most_bytes:
-                self._kept += size
+            if self._max_bytes is None or self._free_bytes + size <= self._max_bytes:
+                self._free_bytes += size
                 self._free.setdefault(size, []).append(storage)
 
 
-def rounded_size(size: int, least: int = 64) -> int:
-    """To an eighth of a power of two, so that sizes which differ a little share memory."""
-    step = max(least, 1 << max(0, size.bit_length() - 4))
+def _rounded_size(size: int) -> int:
+    """Round up to a multiple of an eighth of a power of two, so that sizes which differ a little share memory."""
+    step = max(64, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step

@@ -1,7 +1,7 @@
 """Point-to-point messages between the ranks of one axis: lists of tensors whose shapes the receiver knows.
 
-Between processes of one host, on CPU, they go through shared memory; else through c10d. What gloo has to carry of an
-accelerator goes through the host (`host_staging`).
+Messages of CPU tensors between processes of one host go through shared memory, others through c10d. Under gloo,
+tensors of an accelerator are copied to the host first (`host_staging`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Wait = Callable[[], None]
 
 
 class TensorMeta(Protocol):
-    """What the receiver knows of a tensor beforehand."""
+    """The shape and dtype of a tensor that is to be received."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -40,7 +40,7 @@ class TensorMeta(Protocol):
 
 
 class Incoming:
-    """A message that is awaited. ``wait()`` returns its tensors."""
+    """A message that this rank receives; ``wait()`` returns its tensors."""
 
     def __init__(
         self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry, device: torch.device | None = None
@@ -63,21 +63,22 @@ class Incoming:
 class Links:
     """The links of this rank to others of its group.
 
+    All ranks of the group must make their links at the same time.
+
     Args:
-        group: an axis; links are named by index in it.
-        pairs: (sender, receiver) of every direction that is used, the same on all ranks of the group, which must all
-            make their links at the same time.
-        device: of the tensors.
+        group: the ranks of an axis; a rank is named by its index in it.
+        pairs: (sender, receiver) of every direction that is used, the same on all ranks.
+        device: the device of the tensors.
 
     Attributes:
-        takes_early: whether it is safe, and of use, to await messages long before they are needed. With NCCL it is
-            not: sends and receives of two ranks run one after the other, in the order in which they were called.
-        has_batches: whether messages that are to run at once have to be started together, by `exchange`.
+        takes_early: whether it is safe and useful to post receives long before they are needed. It is not under NCCL,
+            where sends and receives of two ranks run one after the other, in the order of their calls.
+        has_batches: whether messages that are to run at once must be started together, by `exchange`.
     """
 
     def __init__(self, group: AxisGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._group = group
-        #: where tensors are wanted, where they travel, and whether that is not the same
+        #: the device of the tensors, the device from which they travel, and whether the two differ
         self._device, self._wire = device, host_staging.wire_device(device, group)
         self._is_staged = self._wire != device
         self._senders: dict[int, Sender] = {}
@@ -99,13 +100,18 @@ class Links:
                 self._posted[source] = deque()
 
     def send(self, to: int, tensors: Sequence[Tensor], label: str, key: object = None) -> Wait:
-        """Start sending. The function returned waits until the tensors may be changed.
+        """Start to send tensors to a rank.
 
         Args:
-            label: names the message in the log and in errors, the same at both ends.
-            key: what else sender and receiver have to agree on; compared where messages have a header.
+            to: index of the receiver.
+            tensors: the message, of the shapes and dtypes that the receiver expects.
+            label: the message's name in the log and in errors, the same at both ends.
+            key: a value that sender and receiver must agree on; compared where messages have a header.
+
+        Returns:
+            A function that waits until the tensors may be changed.
         """
-        entry = self._sends(tensors, label)
+        entry = self._record_send(tensors, label)
         if self._is_staged:
             tensors = host_staging.all_to_host(tensors)
         sender = self._senders.get(to)
@@ -125,7 +131,7 @@ class Links:
         return wait
 
     def receive(self, source: int, expected: Sequence[TensorMeta], label: str, key: object = None) -> Incoming:
-        """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
+        """Start to receive tensors of these shapes and dtypes. Messages of one source are received in order."""
         device = self._device if self._is_staged else None
         if device is not None:
             tensors = [host_staging.empty(item.shape, item.dtype, device) for item in expected]
@@ -148,15 +154,15 @@ class Links:
         return incoming
 
     def exchange(self, to: int, source: int, tensors: Sequence[Tensor], label: str) -> Callable[[], list[Tensor]]:
-        """Send to one rank and receive as many tensors of the same shapes from another, all at once.
+        """Start to send to one rank and to receive tensors of the same shapes from another, all at once.
 
-        With NCCL this is one launch on the communicator of the group, so all of its ranks have to call.
+        Under NCCL this is one launch on the communicator of the group, so all of its ranks have to call.
 
         Returns:
-            A function that waits for both, and returns what was received.
+            A function that waits for both and returns the received tensors.
         """
         group = self._group
-        entry = self._sends(tensors, label)
+        entry = self._record_send(tensors, label)
         dense = [_dense(tensor) for tensor in tensors]
         received = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in dense]
         works = dist.batch_isend_irecv(
@@ -174,14 +180,14 @@ class Links:
         return wait
 
     def send_object(self, to: int, value: Any, label: str) -> None:
-        """Send an object, of at most a few KB, which is not counted."""
+        """Send an object of at most a few KB; accounting does not count it."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with accounting.paused():
             for tensor in (torch.tensor([len(data)]), data):
                 self.send(to, [tensor.to(self._device)], label)()
 
     def receive_object(self, source: int, label: str) -> Any:
-        """Receive an object that a rank of this run has sent: unpickling runs code."""
+        """Receive an object from a rank of this run, which must be trusted, since unpickling runs code."""
         (size,) = self.receive(source, [torch.empty(1, dtype=torch.int64)], label).wait()
         (data,) = self.receive(source, [torch.empty(int(size), dtype=torch.uint8)], label).wait()
         with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
@@ -197,7 +203,7 @@ class Links:
         self._receivers.clear()
 
     def _receive_up_to(self, source: int, wanted: Incoming) -> None:
-        """Read messages of a source up to the one that is wanted, and meanwhile those that come from others."""
+        """Read the messages of a source up to ``wanted``, and meanwhile those that come from other ranks."""
         receiver = self._receivers[source]
         while wanted.finish is not None:
             if len(self._receivers) > 1 and not self._until_readable(receiver.fileno()):
@@ -212,7 +218,10 @@ class Links:
         incoming.entry.done = True
 
     def _until_readable(self, descriptor: int) -> bool:
-        """Wait for an answer, and meanwhile receive what comes: the peer may be waiting for room itself."""
+        """Wait until the descriptor is readable, and return whether it is before the timeout.
+
+        Meanwhile receive the messages that arrive: the peer may itself be waiting for room in its buffer.
+        """
         assert self._timeout is not None
         deadline = time.monotonic() + self._timeout
         while True:
@@ -227,8 +236,8 @@ class Links:
             for other in ready:
                 self._receive_next(sources[other])
 
-    def _sends(self, tensors: Sequence[Tensor], label: str) -> log.Entry:
-        """Count and note what is sent."""
+    def _record_send(self, tensors: Sequence[Tensor], label: str) -> log.Entry:
+        """Count and log a message that is sent."""
         for counter in accounting.listeners:
             for tensor in tensors:
                 counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
@@ -263,34 +272,36 @@ def _wait(work: dist.Work | None, failure: str) -> None:
 
 
 def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:
-    """Start to send tensors to the next rank of the group, and to receive as many of the same shapes from the last one;
-    the first rank follows the last.
+    """Start to send tensors to the next rank of the group, and to receive those of the rank before.
+
+    The first rank follows the last. All ranks send tensors of the same shapes.
 
     Returns:
-        A function that waits for both, and returns what was received.
+        A function that waits for both and returns the received tensors.
     """
     links = ring_of(group, tensors[0].device)
     following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
     if links.has_batches:
         return links.exchange(following, preceding, tensors, description)
-    incoming = links.receive(preceding, tensors, description)  # first: sends that wait for room take what comes
-    sent = links.send(following, tensors, description)
+    # the receive comes first, since a send that waits for room receives the messages that arrive meanwhile
+    incoming = links.receive(preceding, tensors, description)
+    wait_until_sent = links.send(following, tensors, description)
 
     def wait() -> list[Tensor]:
         received = incoming.wait()
-        sent()
+        wait_until_sent()
         return received
 
     return wait
 
 
 class Ring(Links):
-    """The links round a group."""
+    """The links of each rank of a group to the next and from the previous one."""
 
     def __init__(self, group: AxisGroup, device: torch.device) -> None:
         super().__init__(group, [(index, (index + 1) % group.size) for index in range(group.size)], device)
 
 
 def ring_of(group: AxisGroup, device: torch.device) -> Ring:
-    """Return the links round this group. All of its ranks make them, at the first call."""
+    """Return the ring of this group. The first call makes it, on all ranks of the group at the same time."""
     return group.opened(Ring, lambda: Ring(group, device))

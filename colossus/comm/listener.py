@@ -1,8 +1,8 @@
-"""How streams are made: who listens, who connects, and how each proves to the other that it knows the key of the run.
+"""Listening for streams and dialing them; both ends prove to each other that they know the key of the run.
 
-The proof is HMAC-SHA256 over both their challenges, which are new for each stream, and over what the dialer says of
-itself, so a recorded greeting is of no use. Frames after it are neither authenticated nor encrypted: who can change
-what the network carries can change them.
+The proof is an HMAC-SHA256 over the challenges of both ends, which are new for each stream, and over what the dialer
+says of itself. So a recorded greeting cannot be replayed. The frames that follow are neither authenticated nor
+encrypted: an attacker who can change traffic on the network can change them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ Address = tuple[str, int]
 
 _log = logging.getLogger("colossus.comm")
 
-#: within which who connects must have proven to know the key
+#: the time that a dialer has to prove that it knows the key
 GREETING_SECONDS = 10.0
-#: until the system is asked again for a connection that it could not make: too many files are open, say
+#: the pause after the system could not accept a connection (too many files are open, say)
 _PAUSE_SECONDS = 1.0
 
-#: of challenges and of proofs
+#: the size of a challenge and of a proof
 _PROOF_BYTES = 32
 _ABOUT = struct.Struct("<H")
 
 
 class Listener:
-    """Listens from the beginning.
+    """A socket that accepts streams from dialers that know the key, from its construction until `close`.
 
-    Whoever connects must prove within `GREETING_SECONDS` to know the key.
+    A dialer must prove within `GREETING_SECONDS` that it knows the key.
 
     Args:
-        host: address to listen at.
-        key: known to those that may connect alone.
-        on_stream: called by the thread of the loop with each stream that is greeted: takes it, by `Stream.start`.
-        name: of what listens, for the log.
+        host: the address to listen at.
+        key: the secret of those that may connect.
+        on_stream: called by the thread of the loop with each new stream, which it is to `Stream.start`.
+        name: the name of the listening service in the log.
 
     Attributes:
-        address: at which it listens.
+        address: the (host, port) to dial.
     """
 
     def __init__(self, host: str, key: bytes, on_stream: Callable[[Stream], object], name: str) -> None:
@@ -53,8 +53,8 @@ class Listener:
         self._sock = socket.create_server((host, 0), family=family, backlog=1024)
         self._sock.setblocking(False)
         self.address: Address = self._sock.getsockname()[:2]
-        #: connections that have not said who they are
-        self._unknown: set[asyncio.Task[None]] = set()
+        #: connections whose greeting is not complete
+        self._greetings: set[asyncio.Task[None]] = set()
         running_loop().sockets.add(self._sock)
 
         async def begin() -> asyncio.Task[None]:
@@ -63,13 +63,13 @@ class Listener:
         self._task = running_loop().run(begin()).result()
 
     def close(self) -> None:
-        """Listen no more; streams stay."""
+        """Stop listening; streams stay open."""
 
         async def end() -> None:
             self._task.cancel()
-            for task in tuple(self._unknown):
+            for task in tuple(self._greetings):
                 task.cancel()
-            asyncio.get_running_loop().call_soon(self._sock.close)  # once the loop watches it no more
+            asyncio.get_running_loop().call_soon(self._sock.close)  # the loop must not watch it any more by then
 
         running_loop().run(end()).result()
 
@@ -78,15 +78,15 @@ class Listener:
             try:
                 sock, _ = await asyncio.get_running_loop().sock_accept(self._sock)
             except OSError as error:
-                _log.warning("%s cannot make a connection and tries it again: %s", self._name, error)
+                _log.warning("%s could not accept a connection and tries again: %s", self._name, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             running_loop().sockets.add(sock)
-            task = asyncio.create_task(self._let_in(sock))
-            self._unknown.add(task)
-            task.add_done_callback(self._unknown.discard)
+            task = asyncio.create_task(self._admit(sock))
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
 
-    async def _let_in(self, sock: socket.socket) -> None:
+    async def _admit(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 sock.setblocking(False)
@@ -95,12 +95,12 @@ class Listener:
         except WireError as error:
             sock.close()
             _log.warning("something connected to %s and was dropped: %s", self._name, error)
-        except (OSError, EOFError, asyncio.CancelledError):  # it says nothing, or is gone, as who looks for open ports
+        except (OSError, EOFError, asyncio.CancelledError):  # it is silent or gone, as a port scanner is
             sock.close()
 
 
 async def _greet(sock: socket.socket, key: bytes) -> bytes:
-    """What the other end says of itself."""
+    """Exchange proofs with a dialer, and return what it says of itself."""
     loop = asyncio.get_running_loop()
 
     async def receive(size: int) -> bytes:
@@ -125,15 +125,17 @@ async def _greet(sock: socket.socket, key: bytes) -> bytes:
 
 
 def dial(address: Address, key: bytes, about: bytes = b"", seconds: float = 10.0) -> Stream:
-    """Connect to a `Listener`. From any thread but the loop's.
+    """Connect to a `Listener`; any thread but the loop's may call this.
 
     Args:
-        about: what the other end is told of this one, at most 64 KiB.
-        seconds: for which nothing may have come from it.
+        address: the listener's (host, port).
+        key: the secret of the run.
+        about: what this end says of itself, at most 64 KiB.
+        seconds: the longest silence of the listener.
 
     Raises:
-        WireError: what answers does not know the key.
-        OSError: it cannot be reached, or does not answer in time (`TimeoutError`).
+        WireError: the process that answers does not know the key.
+        OSError: the listener cannot be reached, or does not answer in time (`TimeoutError`).
     """
     sock = socket.create_connection(address, seconds)
     running_loop().sockets.add(sock)

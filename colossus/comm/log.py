@@ -1,4 +1,4 @@
-"""The last collectives of this rank, kept in a bounded buffer to be printed when something fails."""
+"""A bounded log of this rank's last collectives, which is printed when something fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 _PACKAGE = str(Path(__file__).parent.parent)
-# frames between the code that wants a collective and here: autograd in torch, and what the layers have in common
-_COMMON = ("comm/", "layout/", "tensor_parallel/", "sequence_parallel/", "layers/linear.py", "layers/sharded.py")
+# files that run collectives for their caller, whose line is the one to show: autograd in torch, and these of ours
+_COMMON = ("comm/", "layout/", "tensor_parallel/", "sequence_parallel/", "layers/linear.py")
 _BETWEEN = (str(Path(torch.__file__).parent), *(f"{_PACKAGE}/{path}" for path in _COMMON))
 
 
 class Entry:
-    """One collective: its name, axes, shape and dtype, the line that wanted it, and whether it has finished."""
+    """One collective: its name, axes, shape and dtype, the line that called it, and whether it has finished."""
 
     __slots__ = ("axes", "done", "dtype", "is_message", "operation", "sequence", "shape", "site", "started")
 
@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def tensor(self) -> str:
-        """``3x4 float32``"""
+        """The shape and dtype, as in ``3x4 float32``."""
         return f"{'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -49,7 +49,7 @@ def resize(size: int) -> None:
 
 
 def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> Entry:
-    """Log that a collective starts. The sequence number counts per axis, so ranks can be compared."""
+    """Log that a collective starts. Sequence numbers count per axis, so that those of two ranks can be compared."""
     number = _sequence[axes] = _sequence.get(axes, 0) + 1
     entry = Entry(operation, axes, number, shape, dtype, _call_site())
     _entries.append(entry)
@@ -57,7 +57,7 @@ def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> 
 
 
 def record_message(what: str, axes: str, number: int, shape: tuple[int, ...] = (), dtype: object = "uint8") -> Entry:
-    """Log that a message between two ranks is awaited. It is no collective and not counted as one."""
+    """Log that this rank waits for a message of another, which has no number among the collectives."""
     entry = Entry(what, axes, number, shape, dtype, _call_site())
     entry.is_message = True
     _entries.append(entry)
@@ -65,7 +65,7 @@ def record_message(what: str, axes: str, number: int, shape: tuple[int, ...] = (
 
 
 def progress() -> list[tuple[str, int, str, str, bool]]:
-    """(axes, number, operation and tensor, line that wanted it, whether it has finished) of the last collectives."""
+    """Return the last collectives, as (axes, number, operation and tensor, line that called it, whether it is done)."""
     return [
         (entry.axes, entry.sequence, f"{entry.operation} [{entry.tensor}]", _short(entry.site), entry.done)
         for entry in _entries
@@ -74,7 +74,7 @@ def progress() -> list[tuple[str, int, str, str, bool]]:
 
 
 def recent() -> list[str]:
-    """One line per collective, oldest first."""
+    """Return one line per collective or message, oldest first."""
     return [str(entry) for entry in _entries]
 
 
@@ -84,7 +84,7 @@ def clear() -> None:
 
 
 def _call_site() -> tuple[str, int]:
-    """File and line of the first frame that says who wanted the collective."""
+    """Return file and line of the innermost frame that is outside of `_BETWEEN`."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """One-way messages between two processes of one host, through memory that both have mapped.
 
-The sender copies its tensors into a ring buffer and sends a header through a socket; while there is room it goes on at
-once. The receiver copies them out and answers with one byte, which frees the room.
+The sender copies its tensors into a ring buffer and sends a header through a socket. It goes on at once while the
+buffer has room. The receiver copies the tensors out and answers with one byte, which frees their room.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from colossus.comm.peer_gone import PeerGone
 
 _HEADER = struct.Struct("<QQQQ")  # number of the message, offset in the buffer, bytes, tag
 _ALIGNMENT = 64
-#: messages on their way, at most. A socket's buffer holds some 50 headers or answers (Linux charges about 4 KB for each
-#: write, however small), and a receiver must be able to answer without waiting
+#: the most messages that are sent and not answered. A socket's buffer holds some 50 headers or answers (Linux charges
+#: about 4 KB for each write, however small), and a receiver must be able to answer without waiting
 _MAX_UNREAD = 32
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of the buffer that tensors of these sizes take, each aligned."""
+    """Return the bytes that tensors of these sizes take in the buffer, each aligned."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -36,7 +36,7 @@ class Sender:
     Args:
         buffer: the memory of this direction, used as a ring buffer.
         peer: a stream to the receiver.
-        name: of the receiver, for errors.
+        name: the receiver's name in errors.
     """
 
     def __init__(self, buffer: Tensor, peer: socket.socket, name: str) -> None:
@@ -47,13 +47,14 @@ class Sender:
         self._unread: deque[int] = deque()
 
     def send(self, tensors: Sequence[Tensor], label: str, tag: int, await_answer: Callable[[int], bool]) -> None:
-        """Copy tensors into the buffer, of at most ``capacity`` bytes in all.
+        """Copy tensors of at most ``capacity`` bytes in all into the buffer, and notify the receiver.
 
         Args:
-            label: names the message in errors.
-            tag: what the receiver must expect.
-            await_answer: called when there is no room; waits until a file descriptor can be read, False when it has
-                waited for too long.
+            tensors: the message.
+            label: the message's name in errors.
+            tag: a number that the receiver compares with its own.
+            await_answer: called when there is no room; waits until a file descriptor is readable, and returns False
+                when that took too long.
         """
         size = message_bytes([tensor.nbytes for tensor in tensors])
         skipped = self._make_room(size, label, await_answer)
@@ -71,7 +72,7 @@ class Sender:
             raise _closed_error(self._name, error) from error
 
     def _make_room(self, size: int, label: str, await_answer: Callable[[int], bool]) -> int:
-        """Wait until ``size`` contiguous bytes are free. Returns the bytes at the end of the buffer to skip."""
+        """Wait until ``size`` contiguous bytes are free, and return how many to skip at the end of the buffer."""
         while True:
             skipped = self.capacity - self._head if self._head + size > self.capacity else 0
             if self._used + skipped + size <= self.capacity and len(self._unread) < _MAX_UNREAD:
@@ -106,19 +107,19 @@ class Receiver:
         self._read = 0
 
     def fileno(self) -> int:
-        """The descriptor that is readable when a message has come."""
+        """Return the descriptor that is readable when a message has come."""
         return self._peer.fileno()
 
     def timeout_error(self, label: str) -> PeerGone:
-        """The error of a wait that took too long."""
+        """Return the error of a wait that took too long."""
         return PeerGone(f"timeout: {self._name} did not send the {label} within {self._peer.gettimeout() or 0.0:.0f} s")
 
     def receive(self, into: Sequence[Tensor], label: str, tag: int) -> None:
         """Wait for the next message and copy it into these tensors.
 
         Raises:
-            PeerGone: when the sender is gone or timed out.
-            RuntimeError: when it sent something else.
+            PeerGone: the sender is gone or timed out.
+            RuntimeError: the sender sent another message.
         """
         try:
             number, at, size, sent = _HEADER.unpack(read_exactly(self._peer, _HEADER.size))

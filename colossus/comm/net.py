@@ -1,10 +1,10 @@
-"""Streams of frames between processes that know a common key: what peers (`colossus.comm.peers`) and servers
-(`colossus.server`) talk through.
+"""Streams of frames between processes that know a common key, for peers (`comm.peers`) and servers (`colossus.server`).
 
-One thread of each process runs an asyncio loop that reads and writes all streams, by raw sockets into and out of the
-callers' memory. A frame is a *head*, some bytes, and a *payload*, which is read to where its receiver wants it.
+One thread of each process runs an asyncio loop that reads and writes all streams, through raw sockets, into and out of
+the callers' memory. A frame is a *head* of a few bytes and a *payload*, which is read into memory that its receiver
+allocates.
 
-How streams are made is in `colossus.comm.listener`. A stream is never made again: when it breaks, both ends are told.
+`colossus.comm.listener` makes streams. A broken stream is not made again: both ends get an error.
 """
 
 from __future__ import annotations
@@ -24,50 +24,55 @@ from weakref import WeakSet
 
 T = TypeVar("T")
 Done = Callable[[], object]
-#: what is written one after the other, and what is called then
+#: the pieces to write one after the other, and the function to call then
 _Frame = tuple[Sequence[bytes | memoryview], Done | None]
 
-#: of silence, after which an end that gives signs of life gives one
+#: the silence after which an end sends a heartbeat
 BEAT_SECONDS = 1.0
 
 _FRAME = struct.Struct("<IQ")  # bytes of the head, bytes of the payload
-_MOST_HEAD_BYTES = 1 << 20
-#: in the place of the head's bytes: nothing follows; its sender lives
+_MAX_HEAD_BYTES = 1 << 20
+#: in the place of the head's size: the stream ends here; a heartbeat
 _FAREWELL, _BEAT = 0xFFFFFFFF, 0xFFFFFFFE
 #: a payload of fewer bytes is written together with its head
 _SMALL_BYTES = 1 << 14
 
 
 class WireError(ValueError):
-    """Bytes that nobody of ours sends."""
+    """The error of bytes that are not of our protocol."""
 
 
 class Receiver(Protocol):
-    """Whom a stream tells what comes. Its methods are called by the thread of the loop, and return at once; a
-    `WireError` of the first two ends the stream."""
+    """The object that takes the frames of a stream.
+
+    The thread of the loop calls its methods, which must return at once. A `WireError` of `allocate` or `on_frame` ends
+    the stream.
+    """
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
-        """Memory, ``size`` bytes in all, for the payload of a frame."""
+        """Return memory of ``size`` bytes in all for the payload of a frame."""
 
     def on_frame(self, head: bytes) -> None:
-        """A frame has come, and its payload is where `allocate` has said last."""
+        """Take a frame, whose payload lies in the memory of the last `allocate`."""
 
     def on_end(self, reason: str | None) -> None:
-        """Nothing comes any more: the other end has said goodbye (None), or why not. Not called after `Stream.close`,
-        but where that finds the other end gone already."""
+        """Take note that the stream has ended: the other end said goodbye (None), or the reason.
+
+        Not called after `Stream.abort` or `Stream.close`, unless the other end was gone already.
+        """
 
 
 class Stream:
-    """One end of a stream. Nothing is read before `start`.
+    """One end of a stream. It reads nothing before `start`.
 
     Attributes:
         about: what the dialer has said of itself.
-        last_heard: `time.monotonic` when something came last.
+        last_received: `time.monotonic` when the last bytes came.
     """
 
     def __init__(self, sock: socket.socket, about: bytes) -> None:
         self.about, self._sock = about, sock
-        self.last_heard = self._last_sent = time.monotonic()
+        self.last_received = self._last_sent = time.monotonic()
         self._queue: deque[_Frame] = deque()
         self._lock = threading.Lock()
         self._changed = asyncio.Event()
@@ -78,19 +83,20 @@ class Stream:
         running_loop().sockets.add(sock)
 
     def start(self, receiver: Receiver, silence_seconds: float | None = None) -> None:
-        """Begin to read. From any thread.
+        """Begin to read; any thread may call this.
 
         Args:
-            silence_seconds: after which the other end is taken for dead; both ends must give it, since then both give
-                signs of life. None: silence says nothing.
+            receiver: takes the frames.
+            silence_seconds: the silence after which the other end counts as dead, or None: silence may last. Both ends
+                must set it, since only then both send heartbeats.
         """
 
         def begin() -> None:
             self._receiver = receiver
-            work = [self._read(receiver), self._write()]
+            coroutines = [self._read(receiver), self._write()]
             if silence_seconds is not None:
-                work.append(self._beat(silence_seconds))
-            self._tasks = [asyncio.create_task(each) for each in work]
+                coroutines.append(self._beat(silence_seconds))
+            self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
         running_loop().call(begin)
 
@@ -100,8 +106,9 @@ class Stream:
         """Queue a frame, and return at once.
 
         Args:
-            payload: of format ``B``; must not change before ``done``.
-            done: called once, when it has been written, or will not be since the stream has ended.
+            head: a few bytes that say what the payload is.
+            payload: pieces of format ``B``, which must not change before ``done``.
+            done: called once, when the frame has been written or the stream has ended before.
         """
         size = sum(map(len, payload))
         start = _FRAME.pack(len(head), size) + head
@@ -112,24 +119,24 @@ class Stream:
 
     def _put(self, frame: _Frame, *, is_last: bool = False) -> None:
         with self._lock:
-            takes = not self._is_ended and not self._is_closing
+            is_open = not self._is_ended and not self._is_closing
             self._is_closing |= is_last
-            if takes:
+            if is_open:
                 self._queue.append(frame)
-        if takes:
+        if is_open:
             running_loop().call(self._changed.set)
         else:
             _finish(frame)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Say goodbye once all that was sent is written, and wait at most so long until the other end has read it."""
+        """Say goodbye after all queued frames, and wait at most ``seconds`` until the other end has read them."""
         self._put(([_FRAME.pack(_FAREWELL, 0)], None), is_last=True)
         if seconds:
             self._ended.wait(seconds)
 
     def abort(self) -> None:
-        """End at once."""
-        self._is_closing = True  # nobody is told
+        """End the stream at once, without a call of `Receiver.on_end`."""
+        self._is_closing = True
         running_loop().call(lambda: self._end("it was closed"))
 
     # -- the loop -------------------------------------------------------------------------------------------
@@ -145,15 +152,15 @@ class Stream:
                     break
                 if head_bytes == _BEAT:
                     continue
-                if head_bytes > _MOST_HEAD_BYTES:
-                    raise WireError(f"a head of {head_bytes} bytes, where at most {_MOST_HEAD_BYTES} are expected")
+                if head_bytes > _MAX_HEAD_BYTES:
+                    raise WireError(f"a head of {head_bytes} bytes, where at most {_MAX_HEAD_BYTES} are expected")
                 head = bytearray(head_bytes)
                 await self._fill(memoryview(head))
                 pieces = receiver.allocate(bytes(head), size) if size else ()
                 for piece in pieces:
                     await self._fill(piece)
                 receiver.on_frame(bytes(head))
-                await asyncio.sleep(0)  # others have their turn
+                await asyncio.sleep(0)  # other streams get their turn
         except EOFError:
             reason = "its connection was closed"
         except OSError as error:
@@ -168,7 +175,7 @@ class Stream:
             size = await loop.sock_recv_into(self._sock, memory)
             if not size:
                 raise EOFError
-            self.last_heard = time.monotonic()
+            self.last_received = time.monotonic()
             memory = memory[size:]
 
     async def _write(self) -> None:
@@ -188,13 +195,13 @@ class Stream:
                     self._sock.shutdown(socket.SHUT_WR)
                     return
                 await self._changed.wait()
-        except OSError:  # who reads is told, also of what came before
+        except OSError:  # `_read` meets the same end, after it has read what came before
             return
 
     async def _beat(self, silence_seconds: float) -> None:
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, silence_seconds) / 2)
-            if time.monotonic() - self.last_heard > silence_seconds:
+            if time.monotonic() - self.last_received > silence_seconds:
                 self._end(f"it gave no sign of life for {silence_seconds:g} s")
             elif time.monotonic() - self._last_sent > BEAT_SECONDS / 2 and not self._queue:
                 self._put(([_FRAME.pack(_BEAT, 0)], None))
@@ -208,7 +215,7 @@ class Stream:
             self._queue.clear()
         for task in self._tasks:
             task.cancel()
-        asyncio.get_running_loop().call_soon(self._sock.close)  # once the loop watches it no more
+        asyncio.get_running_loop().call_soon(self._sock.close)  # the loop must not watch it any more by then
         for frame in frames:
             _finish(frame)
         if self._receiver is not None and not self._is_closing:
@@ -226,26 +233,26 @@ def _finish(frame: _Frame) -> None:
 
 
 class _Loop:
-    """The loop of this process and its thread, which end with it."""
+    """The asyncio loop of this process and its thread, which run as long as the process."""
 
     def __init__(self) -> None:
         self._asyncio = asyncio.new_event_loop()
-        #: those that a forked process is to close
+        #: the sockets that a forked process is to close
         self.sockets: WeakSet[socket.socket] = WeakSet()
         threading.Thread(target=self._asyncio.run_forever, name="colossus-net", daemon=True).start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the thread call it, soon."""
+        """Have the thread call a function soon."""
         self._asyncio.call_soon_threadsafe(function)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have the thread run it."""
-        return asyncio.run_coroutine_threadsafe(work, self._asyncio)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have the thread run a coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._asyncio)
 
 
 _running: _Loop | None = None
-#: those of the processes that this one was forked from: Python would close what their selectors watch
-_left_behind: list[_Loop] = []
+#: the loops of the processes that this one was forked from: if they were freed, their selectors' sockets would close
+_parent_loops: list[_Loop] = []
 _lock = threading.Lock()
 
 
@@ -258,13 +265,16 @@ def running_loop() -> _Loop:
 
 
 def _after_fork() -> None:
-    """In a child, where the thread does not run: a connection stays open as long as anybody has it."""
+    """Close the sockets in a forked child, whose thread does not run.
+
+    A connection stays open as long as any process has its socket.
+    """
     global _running
     if _running is not None:
         for sock in tuple(_running.sockets):
             with contextlib.suppress(OSError):
                 sock.close()
-        _left_behind.append(_running)
+        _parent_loops.append(_running)
         _running = None
 
 

@@ -1,4 +1,4 @@
-"""Small pickled objects between the ranks of a group: sent once rather than in every step, and not counted."""
+"""Collectives of small pickled objects, for setup rather than for every step; accounting does not count them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: AxisGroup) -> list[T]:
-    """The values of all ranks of the group, in group order, on each of them."""
+    """Return the values of all ranks of the group, in group order, on each of them."""
     out = [value] * group.size
     if group.process_group is not None:
         dist.all_gather_object(out, value, group=group.process_group)
@@ -20,7 +20,7 @@ def all_gather_object(value: T, group: AxisGroup) -> list[T]:
 
 
 def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
-    """The value of the rank at index ``source`` of the group; what the others pass is not looked at."""
+    """Return the value of the rank at index ``source`` of the group; the values of the others are ignored."""
     out = [value]
     if group.process_group is not None:
         dist.broadcast_object_list(out, src=group.ranks[source], group=group.process_group)
@@ -28,7 +28,7 @@ def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
 
 
 def gather_object(value: T, group: AxisGroup) -> list[T] | None:
-    """The values of all ranks, in group order, on the first rank of the group; None on the others."""
+    """Return the values of all ranks, in group order, on the first rank of the group; None on the others."""
     if group.process_group is None:
         return [value]
     out: list[Any] | None = [None] * group.size if group.index == 0 else None

@@ -1,8 +1,8 @@
-"""Messages between the ranks of one axis that nobody waits for to be sent, and that outlive the death of a rank.
+"""Asynchronous messages between the ranks of one axis, which go on when a rank dies.
 
-What c10d cannot do: its groups break as a whole when a member dies, and its receives name their sender beforehand.
-Messages travel by `colossus.comm.net` while the main thread computes. Tensors on an accelerator are copied to the host
-by the caller.
+c10d cannot do this: a group of it breaks as a whole when a member dies, and its receives name their sender. Here
+messages travel by `colossus.comm.net` while the main thread computes. The caller copies tensors of an accelerator to
+the host.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_gone import PeerGone
 from colossus.context.groups import AxisGroup
 
-_HEAD = struct.Struct("<Hq")  # kind, number; then what goes beside the data
+_HEAD = struct.Struct("<Hq")  # kind, number; the message's ``meta`` follows
 _INDEX = struct.Struct("<H")
-#: how often a rank that waits looks up
+#: the interval at which a waiting rank calls ``while_waiting``
 _LOOK_SECONDS = 0.2
-#: for which a rank that closes waits until what it has sent is with the others
+#: the longest that `PeerLinks.close` waits until the peers have read all messages
 _CLOSE_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class Message:
-    """What a peer has sent.
+    """A message of a peer.
 
     Attributes:
-        source: its index in the group.
-        kind: what it is for.
-        number: of a step, or whatever sender and receiver count.
+        source: the sender's index in the group.
+        kind: the purpose of the message, a number of the caller's.
+        number: the step, or whatever sender and receiver count.
+        meta: a few bytes beside the data.
         data: uint8 [bytes], on the host; give it back with `PeerLinks.release` when it is not needed any more.
     """
 
@@ -54,71 +55,71 @@ class Message:
 
 
 class PeerLinks:
-    """The links of this rank to all others of its group. Collective: all of them make theirs at the same time.
+    """The links of this rank to all others of its group. All ranks of the group make theirs at the same time.
 
     Args:
-        group: peers are named by index in it.
-        most_bytes: of the data of one message; what claims more is not ours.
-        timeout_seconds: of silence of a peer that is waited for.
+        group: the ranks of an axis; peers are named by their index in it.
+        max_bytes: the most bytes of a message's data; a message that claims more ends its stream.
+        timeout_seconds: the longest silence of a peer that this rank waits for.
         pinned: memory is page-locked, for copies to and from an accelerator.
 
     Attributes:
-        waited_seconds: that `receive` has waited so far.
-        bytes_sent: by `send` so far.
-        on_arrival: called by a thread of the links when a message has come or a peer is gone; returns at once.
+        waited_seconds: the time that `receive` has waited so far.
+        bytes_sent: the bytes that `send` has sent so far.
+        on_arrival: called by a thread of the links when a message has come or a peer is gone; must return at once.
 
     Raises:
-        RuntimeError: a peer cannot be reached.
+        PeerGone: a peer cannot be reached.
     """
 
-    def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
-        self.group, self._timeout, self._most_bytes = group, timeout_seconds, most_bytes
+    def __init__(self, group: AxisGroup, max_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
+        self.group, self._timeout, self._max_bytes = group, timeout_seconds, max_bytes
         self.waited_seconds, self.bytes_sent = 0.0, 0
         self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
         self._streams: dict[int, Stream] = {}
-        #: peers of which nothing can come any more, and why; those that said goodbye are in ``_left``, too
+        #: peers that can send nothing any more, and why; those that said goodbye are in ``_departed``, too
         self._lost: dict[int, str] = {}
-        self._left: set[int] = set()
+        self._departed: set[int] = set()
         self._pool = BufferPool(pinned=pinned)
         own = machine.own_address()
         host = machine.address_among(own, all_gather_object(own, group))
         key = secrets.token_bytes(32)
-        listener = Listener(host, key, self._take_in, "the links between replicas")
+        listener = Listener(host, key, self._accept, "the links between replicas")
         try:
             self._connect(all_gather_object((listener.address, key), group))
         finally:
             listener.close()
 
     def _connect(self, offers: Sequence[tuple[tuple[str, int], bytes]]) -> None:
-        """To all of smaller index; those of larger index come."""
+        """Dial all peers of smaller index, and wait until those of larger index have dialed this one."""
         me = self.group.index
         for index, (address, key) in enumerate(offers[:me]):
             try:
-                self._keep(index, dial(address, key, _INDEX.pack(me), self._timeout))
+                self._start(index, dial(address, key, _INDEX.pack(me), self._timeout))
             except (OSError, WireError) as error:
                 raise PeerGone(f"{self.name(me)} cannot reach {self.name(index)}: {error}", index) from error
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._streams) == self.group.size - 1, self._timeout):
                 raise PeerGone(f"timeout: some replicas did not connect to {self.name(me)} in {self._timeout:g} s")
 
-    def _take_in(self, stream: Stream) -> None:
+    def _accept(self, stream: Stream) -> None:
         (index,) = _INDEX.unpack(stream.about)
         if index in self._streams or not self.group.index < index < self.group.size:
-            raise WireError(f"peer {index} is none that is waited for")
-        self._keep(index, stream)
+            raise WireError(f"it says that it is peer {index}, which is connected already or is not to dial this rank")
+        self._start(index, stream)
 
-    def _keep(self, index: int, stream: Stream) -> None:
+    def _start(self, index: int, stream: Stream) -> None:
         with self._changed:
             self._streams[index] = stream
             self._changed.notify_all()
-        stream.start(_Incoming(self, index, self._most_bytes))
+        stream.start(_Incoming(self, index, self._max_bytes))
 
     # -- out ----------------------------------------------------------------------------------------------
 
     def buffer(self, size: int) -> Tensor:
-        """Memory of ``size`` bytes, uint8, on the host: used again after `send(owned=True)` or `release`."""
+        """Return memory of ``size`` bytes, uint8, on the host; it is reused after `send(owned=True)` or `release`."""
         return self._pool.take(size)
 
     def release(self, data: Tensor) -> None:
@@ -136,11 +137,15 @@ class PeerLinks:
         dtype: torch.dtype = torch.uint8,
         owned: bool = False,
     ) -> None:
-        """Start to send a message to a peer or to several, and return at once. Peers that are gone are left out.
+        """Start to send a message to one or several peers, and return at once. Peers that are gone are skipped.
 
         Args:
+            to: index of the peer, or a list of them.
+            kind: the purpose of the message.
+            number: the step, or whatever sender and receiver count.
             data: uint8, contiguous, on the host; must not be changed any more.
-            dtype: of what is in it, for the count.
+            meta: a few bytes beside the data.
+            dtype: the dtype under which the bytes are counted.
             owned: ``data`` came from `buffer`, and goes back there once it has been sent.
         """
         targets = [index for index in ([to] if isinstance(to, int) else to) if index not in self._lost]
@@ -149,14 +154,14 @@ class PeerLinks:
             for _ in targets:
                 counter.add("send", str(self.group), dtype, size)
         self.bytes_sent += size * len(targets)
-        left = len(targets)
+        num_unsent = len(targets)
         lock = threading.Lock()
 
         def done() -> None:
-            nonlocal left
+            nonlocal num_unsent
             with lock:
-                left -= 1
-                is_last = not left
+                num_unsent -= 1
+                is_last = not num_unsent
             if owned and is_last and data is not None:
                 self.release(data)
 
@@ -171,52 +176,54 @@ class PeerLinks:
     def receive(
         self, source: int, kind: int, number: int, while_waiting: Callable[[], object] = lambda: None
     ) -> Message:
-        """Wait for a message.
+        """Wait for a message, and return it.
 
         Args:
+            source: index of its sender.
+            kind: its purpose.
+            number: the step, or whatever sender and receiver count.
             while_waiting: called again and again, under the lock of the links.
 
         Raises:
-            PeerGone: its sender died or closed its links before it had sent it.
-            RuntimeError: it was silent for too long.
+            PeerGone: the sender died or closed its links before it sent the message, or was silent for too long.
         """
         key, began = (source, kind, number), time.monotonic()
         with self._changed:
             while True:
-                found = self._inbox.get(key)
-                if found:
-                    message = found.popleft()
-                    if not found:
+                messages = self._inbox.get(key)
+                if messages:
+                    message = messages.popleft()
+                    if not messages:
                         del self._inbox[key]
                     self.waited_seconds += time.monotonic() - began
                     return message
                 if (reason := self._lost.get(source)) is not None:
                     raise PeerGone(f"{self.name(source)} has gone: {reason}", source)
-                left = began + self._timeout - time.monotonic()
-                if left <= 0:
+                remaining = began + self._timeout - time.monotonic()
+                if remaining <= 0:
                     raise PeerGone(
                         f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s",
                         source,
                     )
-                self._changed.wait(min(left, _LOOK_SECONDS))
+                self._changed.wait(min(remaining, _LOOK_SECONDS))
                 while_waiting()
 
     def lost(self, source: int) -> str | None:
-        """Why nothing can come from a peer any more, None where something can."""
+        """Return why a peer can send nothing any more, or None where it can."""
         return self._lost.get(source)
 
-    def has_left(self, source: int) -> bool:
-        """Whether a peer has said goodbye."""
-        return source in self._left
+    def has_departed(self, source: int) -> bool:
+        """Return whether a peer has said goodbye."""
+        return source in self._departed
 
     def take(self, kind: int) -> list[Message]:
-        """All messages of a kind that have come and were not received, without waiting; by source and number."""
+        """Return all messages of a kind that have come and were not received, by source and number. Does not wait."""
         with self._changed:
-            found = sorted(key for key in self._inbox if key[1] == kind)
-            return [message for key in found for message in self._inbox.pop(key)]
+            keys = sorted(key for key in self._inbox if key[1] == kind)
+            return [message for key in keys for message in self._inbox.pop(key)]
 
     def has_come(self, kind: int) -> bool:
-        """Whether `take` would give any."""
+        """Return whether `take` would return any message of this kind."""
         with self._changed:
             return any(key[1] == kind for key in self._inbox)
 
@@ -226,7 +233,7 @@ class PeerLinks:
         return f"rank {self.group.ranks[index]} (replica {index})"
 
     def close(self) -> None:
-        """Wait until all that was sent is with the others, as long as they live, and say goodbye."""
+        """Say goodbye, and wait until the peers that live have read all messages, `_CLOSE_SECONDS` at most."""
         streams, deadline = tuple(self._streams.values()), time.monotonic() + _CLOSE_SECONDS
         for stream in streams:
             stream.close()
@@ -235,32 +242,32 @@ class PeerLinks:
             stream.abort()
 
     def put(self, message: Message) -> None:
-        """A message has come. By the thread of the streams, as what follows."""
+        """Put a message into the inbox; called, as `lose`, by the thread of the streams."""
         with self._changed:
             self._inbox.setdefault((message.source, message.kind, message.number), deque()).append(message)
             self._changed.notify_all()
         self.on_arrival()
 
     def lose(self, source: int, reason: str | None) -> None:
-        """Nothing comes from a peer any more: why, or None where it said goodbye."""
+        """Record that a peer sends nothing any more: the reason, or None where it said goodbye."""
         with self._changed:
             self._lost[source] = "it has closed its links" if reason is None else reason
             if reason is None:
-                self._left.add(source)
+                self._departed.add(source)
             self._changed.notify_all()
         self.on_arrival()
 
 
 class _Incoming:
-    """What comes from one peer: see `colossus.comm.net.Receiver`."""
+    """The receiver of one peer's frames (see `colossus.comm.net.Receiver`)."""
 
-    def __init__(self, links: PeerLinks, source: int, most_bytes: int) -> None:
-        self._links, self._source, self._most_bytes = links, source, most_bytes
+    def __init__(self, links: PeerLinks, source: int, max_bytes: int) -> None:
+        self._links, self._source, self._max_bytes = links, source, max_bytes
         self._data: Tensor | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
-        if size > self._most_bytes:
-            raise WireError(f"a message of {size} bytes, where at most {self._most_bytes} are expected")
+        if size > self._max_bytes:
+            raise WireError(f"a message of {size} bytes, where at most {self._max_bytes} are expected")
         self._data = self._links.buffer(size)
         return [memoryview(self._data.numpy())]  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What was started between ranks, and its result once it is waited for."""
+"""Handles of started communication, whose ``wait()`` returns the result."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Pending:
         return result
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
-        """The same collective, its result changed once it is there."""
+        """Return a handle of the same collective whose result is ``change`` of this one's."""
         finish = self.wait
         return Pending(lambda: change(finish()), None)
 
 
 class Ready(Pending):
-    """Nothing to wait for: the value is already here."""
+    """A result that is already here."""
 
     __slots__ = ("_value",)
 
@@ -42,14 +42,14 @@ class Ready(Pending):
         return self._value
 
 
-#: yields what was started, is sent its result, and returns that of the whole
+#: a generator that yields each started stage, is sent its result, and returns the result of the last
 Stages = Generator[Pending, Tensor, Tensor]
 
 
 class Staged(Pending):
-    """Each of the stages begins once the one before has been waited for: by `advance`, or in the end by `wait`.
+    """Communication in stages: `advance` and `wait` wait for one stage and start the next.
 
-    What is started in between on the same groups has to be the same on all ranks.
+    All ranks must start the same other collectives on the same groups between two stages.
     """
 
     __slots__ = ("_result", "_stages", "_under_way")
@@ -61,7 +61,7 @@ class Staged(Pending):
         self._go_on(None)
 
     def advance(self) -> None:
-        """Wait for the stage that is under way, and start the next. Nothing where the last is over."""
+        """Wait for the stage that is under way, and start the next; do nothing where the last is over."""
         if self._under_way is not None:
             self._go_on(self._under_way.wait())
 

@@ -1,8 +1,8 @@
 """Memory and streams that ranks of one host share, for collectives of CPU tensors and messages between them.
 
 gloo sends every byte through a TCP connection, even to a neighbour on the same machine. Here each rank copies its
-tensor into a slot that all ranks of the group have mapped, notifies its peers through a local socket, and reads theirs:
-about five times faster for the activations of tensor parallelism (`colossus.comm.channel`).
+tensor into a slot that all ranks of the group have mapped, notifies its peers through a local socket, and reads their
+slots (`colossus.comm.channel`). This is about five times faster for the activations of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _PAGE = 4096
 _MAX_RANKS = 255
 _INDEX = struct.Struct("<H")
 _BACKLOG = 4096
-#: a connection takes microseconds
+#: the timeout of a connection, which takes microseconds
 _CONNECT_SECONDS = 5.0
 
 _maps: WeakSet[mmap.mmap] = WeakSet()
-#: those whose memory this rank has made
+#: the maps whose memory this rank allocated
 _allocated: WeakSet[mmap.mmap] = WeakSet()
 _enabled = True
-#: that a forked process (a data loader's worker) closes: a rank that dies would not be seen to while anybody has them
+#: the streams that a forked process (a data loader's worker) must close: while it had them open, peers would not notice
+#: that the rank died
 _streams: WeakSet[socket.socket] = WeakSet()
 
 
@@ -53,19 +54,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable(enabled: bool) -> bool:
-    """Whether groups made from now on may use shared memory; must agree on all ranks. Gives what it was before."""
+    """Let groups made from now on use shared memory, or not; the same on all ranks. Return the setting before."""
     global _enabled
     before, _enabled = _enabled, enabled
     return before
 
 
 def mapped_storages() -> set[int]:
-    """Addresses at which mapped memory begins; it belongs to no single rank, so who counts a rank's memory skips it."""
+    """Return the addresses of mapped memory, which a count of one rank's memory leaves out since ranks share it."""
     return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
-    """The group's channel when ``x`` can go through it, else None. All ranks of the group must ask alike."""
+    """Return the group's channel, or None where ``x`` cannot go through it. All ranks of the group must call alike."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in DTYPES:
         return None
     channel = group.opened(Channel, lambda: _open_channel(group))
@@ -77,8 +78,11 @@ class MappedMemory:
     """Memory that all ranks of a group have mapped, and streams between some of them.
 
     Attributes:
-        timeout: of the group, in seconds.
-        outgoing, incoming: the streams this rank and others have made, by the index at the other end.
+        memory: the mapped memory, of equal segments.
+        segment_bytes: the size of a segment.
+        timeout: the group's timeout in seconds.
+        outgoing: the streams that this rank has made, by the index at the other end.
+        incoming: the streams that other ranks have made to this one, by their index.
     """
 
     memory: mmap.mmap
@@ -88,7 +92,7 @@ class MappedMemory:
     incoming: dict[int, socket.socket]
 
     def segment(self, number: int) -> Tensor:
-        """The bytes of one of the equal segments."""
+        """Return the bytes of one segment."""
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
         return whole[number * self.segment_bytes :][: self.segment_bytes]
 
@@ -96,14 +100,19 @@ class MappedMemory:
 def map_segments(
     group: AxisGroup, num_segments: int, max_bytes: int, pairs: Sequence[tuple[int, int]]
 ) -> MappedMemory | None:
-    """Map memory of equal segments, of at most ``max_bytes`` each, on all ranks; None, on all, where it cannot be.
+    """Map memory of equal segments on all ranks of the group, which must all call.
 
-    The memory has no name: others open it as a file of the process that has made it, which the kernel allows processes
-    of the same user, and it is gone with the last process that maps it. Each rank listens in a folder that no other
-    user can enter.
+    The memory has no name. Other ranks open it as a file of the process that has allocated it, which the kernel allows
+    to processes of the same user. It is gone with the last process that maps it. Each rank listens in a folder that no
+    other user can enter.
 
     Args:
-        pairs: the streams to make, from an index to another, the same on all ranks of the group, which must all call.
+        num_segments: the number of segments, the same on all ranks.
+        max_bytes: the most bytes of a segment.
+        pairs: the streams to make, from an index to another, the same on all ranks.
+
+    Returns:
+        The memory, or None, on all ranks, where some rank cannot map it.
     """
     if not _enabled or sys.platform != "linux" or group.size > _MAX_RANKS:
         return None
@@ -113,24 +122,24 @@ def map_segments(
     outgoing: dict[int, socket.socket] = {}
     memory = None
     with ExitStack() as stack:
-        made = _allocate(num_segments, max_bytes) if group.index == 0 else None
-        if made is not None:
-            stack.callback(os.close, made.descriptor)
+        own_memory = _allocate(num_segments, max_bytes) if group.index == 0 else None
+        if own_memory is not None:
+            stack.callback(os.close, own_memory.descriptor)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="colossus-", ignore_cleanup_errors=True))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = f"{folder}/{group.index}"
         with suppress(OSError):  # the path is too long, say: then nobody can connect
             listener.bind(path)
             listener.listen(_BACKLOG)
-        offers = all_gather_object((path, made), group)
-        of_first = offers[0][1]
-        if of_first is None:
+        offers = all_gather_object((path, own_memory), group)
+        offered = offers[0][1]
+        if offered is None:
             return None
         with suppress(OSError):  # another host, or a container with files of its own
             for to in (to for source, to in pairs if source == group.index):
                 outgoing[to] = _connect(offers[to][0], group.index, timeout)
-            memory = _map(of_first, of_first.segment_bytes * num_segments)
-        # who cannot reach another says so before anybody waits for it
+            memory = _map(offered, offered.segment_bytes * num_segments)
+        # a rank that cannot reach another says so before any rank waits for it
         is_reached = all(all_gather_object(memory is not None, group))
         if memory is None or not is_reached:
             for stream in outgoing.values():
@@ -142,11 +151,11 @@ def map_segments(
     _maps.add(memory)
     if group.index == 0:
         _allocated.add(memory)
-    return MappedMemory(memory, of_first.segment_bytes, timeout, outgoing, incoming)
+    return MappedMemory(memory, offered.segment_bytes, timeout, outgoing, incoming)
 
 
 def _open_channel(group: AxisGroup) -> Channel | None:
-    """Every rank has two slots, and a stream to every other."""
+    """Return a channel in which every rank has two slots and a stream to every other rank; None where that fails."""
     pairs = [(rank, other) for rank in range(group.size) for other in range(rank)]
     mapped = map_segments(group, 2 * group.size, SLOT_BYTES, pairs)
     if mapped is None:
@@ -156,7 +165,7 @@ def _open_channel(group: AxisGroup) -> Channel | None:
 
 
 def _connect(path: str, index: int, timeout: float) -> socket.socket:
-    """A stream to the rank that listens at ``path``, from the one of this index in the group."""
+    """Return a stream to the rank that listens at ``path``, from the rank at ``index`` of the group."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.settimeout(min(timeout, _CONNECT_SECONDS))
     stream.connect(path)
@@ -166,7 +175,7 @@ def _connect(path: str, index: int, timeout: float) -> socket.socket:
 
 
 def _accept(listener: socket.socket, timeout: float) -> tuple[int, socket.socket]:
-    """The next of the ranks that have connected, by its index in the group."""
+    """Return the index of the next rank that has connected, and its stream."""
     stream, _ = listener.accept()
     stream.settimeout(timeout)
     (source,) = _INDEX.unpack(read_exactly(stream, _INDEX.size))
@@ -175,10 +184,14 @@ def _accept(listener: socket.socket, timeout: float) -> tuple[int, socket.socket
 
 @dataclass(frozen=True)
 class _Memory:
-    """A file without a name, as other processes of the user find it.
+    """A file without a name, described so that other processes of the same user can open it.
 
     Attributes:
-        number: of the file in the system: another process's of the same number, in a container of its own, has not.
+        process: the id of the process that has it open.
+        descriptor: the file's descriptor in that process.
+        number: device and inode of the file. They tell it from a file of a process with the same id in another
+            container.
+        segment_bytes: the size of a segment.
     """
 
     process: int
@@ -188,7 +201,7 @@ class _Memory:
 
 
 def _allocate(num_segments: int, max_bytes: int) -> _Memory | None:
-    """Make the memory, really allocated so that no page can be missing later; None without room."""
+    """Allocate the memory with all of its pages, so that none can be missing later; return None without room."""
     size = min(max_bytes, _room() // num_segments) // _PAGE * _PAGE
     if size < _MIN_SEGMENT_BYTES:
         return None
@@ -202,10 +215,10 @@ def _allocate(num_segments: int, max_bytes: int) -> _Memory | None:
 
 
 def _room() -> int:
-    """Bytes that the next group may take.
+    """Return the bytes that the next group may allocate.
 
-    All groups of all ranks together take at most a quarter of the machine's (or the container's) memory, as if all
-    ranks ran on it, and each at most a quarter of what is free.
+    All groups of all ranks together take at most a quarter of the memory of the machine (or the container), counted as
+    if all ranks ran on it. Each group takes at most a quarter of what is free.
     """
     total, available = memory_bytes()
     share = total // 4 // dist.get_world_size() - sum(map(len, _allocated))
@@ -213,12 +226,16 @@ def _room() -> int:
 
 
 def _number_of(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _map(memory: _Memory, size: int) -> mmap.mmap:
-    """Raises OSError where it is not there."""
+    """Map the memory.
+
+    Raises:
+        OSError: the process is gone, or runs in another container.
+    """
     descriptor = os.open(f"/proc/{memory.process}/fd/{memory.descriptor}", os.O_RDWR)
     try:
         if _number_of(descriptor) != memory.number:

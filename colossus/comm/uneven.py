@@ -1,11 +1,11 @@
-"""Collectives of tensors that exist in parts: of another length on each rank, or written where they travel from.
+"""Collectives of tensors whose lengths differ between ranks, and of many small tensors that travel together.
 
-How long the parts are is exchanged first (`agree`), once for all tensors that are cut alike. Within a host the parts go
-through shared memory, where a slot holds them: each rank writes all of its own into its slot, and reads what is for it
-in those of the others. Nothing is filled up: what is counted is what leaves a rank.
+Ranks exchange the lengths first (`agree`), once for all tensors that are cut alike. Within a host the parts go through
+shared memory where a slot can hold them: each rank writes all of its parts into its slot, and reads the parts for it in
+the slots of the others. There is no padding, and the count is that of the bytes that leave a rank.
 
-Many small tensors that travel together (`gather_filled`, `reduce_scatter_filled`) are written to where they travel from
-and read where they arrive: through shared memory these are the only copies.
+`gather_filled` and `reduce_scatter_filled` let the caller write many small tensors into the buffer that is sent, and
+read them from the one that is received. Through shared memory these are the only copies.
 """
 
 from __future__ import annotations
@@ -25,61 +25,65 @@ from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 
-#: writes a flat tensor
+#: a function that writes a flat tensor
 Fill = Callable[[Tensor], object]
-#: reads flat tensors, which are valid during the call only
+#: a function that reads flat tensors, which are valid during the call only
 Take = Callable[[list[Tensor]], None]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many rows the ranks of a group send each other.
+    """The numbers of rows that the ranks of a group send each other.
 
     Attributes:
-        sent: to each rank.
-        received: from each rank.
-        table: [from][to] of all ranks.
+        sent: rows that this rank sends to each rank.
+        received: rows that this rank receives from each rank.
+        matrix: rows by [from][to], of all ranks.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    table: tuple[tuple[int, ...], ...]
+    matrix: tuple[tuple[int, ...], ...]
 
     @property
     def back(self) -> Lengths:
-        """Of the answers, a row for each that was received."""
-        return Lengths(self.received, self.sent, tuple(zip(*self.table, strict=True)))
+        """The lengths of the answers, when each rank sends back one row for each row that it received."""
+        return Lengths(self.received, self.sent, tuple(zip(*self.matrix, strict=True)))
 
 
 def agree(
     sent: Sequence[int], group: AxisGroup, device: torch.device, words: Sequence[int] = ()
 ) -> tuple[Lengths, list[list[int]]]:
-    """Tell each rank how many rows it will get, and get to know how many come from each.
+    """Exchange with all ranks of the group how many rows each sends to each.
 
     Args:
-        sent: to each rank of the group.
-        words: integers that all ranks of the group are to hear, as many on each.
+        sent: rows that this rank sends to each rank of the group.
+        group: the ranks that take part.
+        device: the device of the rows, from which the lengths travel where the backend can send from it.
+        words: integers that are sent to all ranks beside the lengths, as many on each rank.
 
     Returns:
         The lengths, and the words of each rank.
     """
     n = group.size
-    heard = [[*sent, *words]]
+    rows = [[*sent, *words]]
     if n > 1:
-        own = torch.tensor(heard[0], dtype=torch.int64, device=host_staging.wire_device(device, group))
-        heard = collectives.all_gather(own, group, what="lengths").wait().view(n, -1).tolist()
-    table = tuple(tuple(row[:n]) for row in heard)
-    lengths = Lengths(table[group.index], tuple(row[group.index] for row in table), table)
-    return lengths, [row[n:] for row in heard]
+        own = torch.tensor(rows[0], dtype=torch.int64, device=host_staging.wire_device(device, group))
+        rows = collectives.all_gather(own, group, what="lengths").wait().view(n, -1).tolist()
+    matrix = tuple(tuple(row[:n]) for row in rows)
+    lengths = Lengths(matrix[group.index], tuple(row[group.index] for row in matrix), matrix)
+    return lengths, [row[n:] for row in rows]
 
 
 def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows") -> Pending:
-    """Start to give each rank its part of ``x``: [rows sent, ..] -> [rows received, ..], in the order of the group.
+    """Start to send each rank its part of ``x``: [rows sent, ..] -> [rows received, ..], in group order.
 
     Args:
-        x: contiguous, the part for the first rank first; its dtype and other dims are the same on all ranks. Not to be
-            changed before the result is there.
-        what: the bytes are counted as those of the operation ``all_to_all <what>``.
+        x: contiguous, the part for the first rank first; its dtype and other dims are the same on all ranks. It must
+            not change before the result is there.
+        lengths: rows of each part.
+        group: the ranks that take part.
+        what: a label; the bytes are counted under ``all_to_all <what>``.
     """
     if group.size == 1:
         return Ready(x)
@@ -88,7 +92,7 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
     me = group.index
     leaving = (len(x) - lengths.sent[me]) * _row_bytes(x)
     entry = collectives.record("all_to_all", x, group, what=what, sent=leaving)
-    ends = [[0, *accumulate(row)] for row in lengths.table]
+    ends = [[0, *accumulate(row)] for row in lengths.matrix]
     pending = _through_slots(x, [(row[me], row[me + 1]) for row in ends], [row[-1] for row in ends], group, entry)
     if pending is not None:
         return pending
@@ -99,12 +103,13 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = "rows") -> Pending:
-    """Start to collect the tensors of all ranks, one below the other: [own rows, ..] -> [sum of rows, ..].
+    """Start to concatenate the tensors of all ranks along dim 0: [own rows, ..] -> [sum of rows, ..].
 
     Args:
-        x: contiguous; not to be changed before the result is there.
+        x: contiguous; it must not change before the result is there.
         lengths: rows of each rank.
-        what: the bytes are counted as those of the operation ``all_gather <what>``.
+        group: the ranks that take part.
+        what: a label; the bytes are counted under ``all_gather <what>``.
     """
     if group.size == 1:
         return Ready(x)
@@ -122,11 +127,14 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
 def _through_slots(
     x: Tensor, spans: Sequence[tuple[int, int]], rows: Sequence[int], group: AxisGroup, entry: log.Entry | None
 ) -> Pending | None:
-    """Parts read out of the slots of all ranks; None where that cannot be, or a rank has more rows than a slot holds.
+    """Start to read parts out of the slots of all ranks; return None where some rank's rows do not fit in a slot.
 
     Args:
-        spans: of each rank, which of its rows are for this one.
-        rows: of each rank.
+        x: this rank's rows.
+        spans: for each rank, the range of its rows that this rank reads.
+        rows: the number of rows of each rank.
+        group: the ranks that take part.
+        entry: the collective's entry in the log.
     """
     channel = channel_for(x[:0], group)
     if channel is None or max(rows) * _row_bytes(x) > channel.slot_bytes:
@@ -147,38 +155,39 @@ def _row_bytes(x: Tensor) -> int:
 def gather_filled(
     size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
 ) -> Pending:
-    """All-gather of a flat tensor of ``size`` elements that ``fill`` writes; ``take`` gets those of all ranks.
+    """Start an all-gather of a flat tensor of ``size`` elements that ``fill`` writes.
 
-    ``wait()`` returns nothing of use: all is done when ``take`` has been called.
+    ``wait()`` calls ``take`` with the tensors of all ranks, in group order; its own result has no meaning.
     """
     x = torch.empty(size, dtype=dtype, device=device)
     channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
     if channel is not None:
         entry = collectives.record("all_gather", x, group)
-        return Pending(channel.start_filled(x.shape, dtype, fill, lambda shards: _taken(take, shards)), entry)
+        return Pending(channel.start_filled(x.shape, dtype, fill, lambda shards: _take(take, shards)), entry)
     fill(x)
-    return collectives.all_gather(x, group).then(lambda whole: _taken(take, list(whole.split(size))))
+    return collectives.all_gather(x, group).then(lambda whole: _take(take, list(whole.split(size))))
 
 
 def reduce_scatter_filled(
     size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
 ) -> Pending:
-    """Reduce-scatter of [ranks, size] that ``fill`` writes; ``take`` gets addends whose sum is this rank's row.
+    """Start a reduce-scatter of a tensor of shape [ranks, size] that ``fill`` writes.
 
-    How many addends there are depends on the way the tensors travelled; their order does not depend on the rank.
+    ``wait()`` calls ``take`` with addends whose sum is this rank's row; its own result has no meaning. The number of
+    addends depends on the way that the tensors travelled. Their order is the same on all ranks.
     """
     x = torch.empty(group.size, size, dtype=dtype, device=device)
     channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
     if channel is not None:
         entry = collectives.record("reduce_scatter", x, group)
         start = channel.start_filled(
-            x.shape, dtype, fill, lambda stacked: _taken(take, [rows[group.index] for rows in stacked])
+            x.shape, dtype, fill, lambda stacked: _take(take, [rows[group.index] for rows in stacked])
         )
         return Pending(start, entry)
     fill(x)
-    return collectives.reduce_scatter(x, group).then(lambda row: _taken(take, [row.view(-1)]))
+    return collectives.reduce_scatter(x, group).then(lambda row: _take(take, [row.view(-1)]))
 
 
-def _taken(take: Take, tensors: list[Tensor]) -> Tensor:
+def _take(take: Take, tensors: list[Tensor]) -> Tensor:
     take(tensors)
     return tensors[0]

@@ -93,7 +93,8 @@ class AllReduce(Strategy):
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
         """Of the ranks over these axes, data among them: those that are summed over exactly, and those between which
-        what travels is compressed."""
+        what travels is compressed.
+        """
         return self.parts.context.group(tuple(axis for axis in axes if axis != "data")), self._data_group
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class AllReduce(Strategy):
             self.tables.begin_step()
 
     def last_backward(self, stage: int) -> None:
-        self._reduction.arm(stage)
+        self._reduction.prepare(stage)
 
     def reduce(self, stage: int) -> None:
         self._reduction.start(stage)
@@ -157,7 +158,7 @@ class Hierarchical(AllReduce):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         context, per_host = parts.context, self.options.ranks_per_host(parts.context.size("data"))
-        self.hosts = Hosts.found(context) if per_host is None else Hosts.given(context, per_host)
+        self.hosts = Hosts.detect(context) if per_host is None else Hosts.of_size(context, per_host)
         super().setup(store, parts)
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
@@ -198,10 +199,10 @@ class Hybrid(AllReduce):
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         per_host = self.options.ranks_per_host(context.size("data"))
         if self.choices and per_host is not None:
-            self.hosts = Hosts.given(context, per_host)
+            self.hosts = Hosts.of_size(context, per_host)
         elif self.choices and context.size("data") > 1:
             with suppress(ValueError):  # on all ranks: as many data ranks on each are what two levels need
-                self.hosts = Hosts.found(context)
+                self.hosts = Hosts.detect(context)
         super().prepare(model, context)
 
     def choices_made(self) -> list[str]:

@@ -108,12 +108,14 @@ class PerReplica(AllReduce):
 
     def come_together(self) -> None:
         """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
-        would, answer the others, take in what is under way."""
+        would, answer the others, take in what is under way.
+        """
         self._is_apart = False
 
     def part(self) -> None:
         """Before links are closed that others may need: wait for them, unless nothing was done since the last sync
-        point, or a step has failed or an exception is on its way, of which they hear by the closing."""
+        point, or a step has failed or an exception is on its way, of which they hear by the closing.
+        """
         if self._is_apart and sys.exception() is None:
             self.sync_point()
 

@@ -69,7 +69,8 @@ class ReplicaAverage:
     @torch.no_grad()
     def parameters(self, share: Share) -> Iterator[tuple[int, Tensor]]:
         """Of each parameter, by its number, the sum of the shares over the sum of their weights: a tensor of its shape,
-        of its dtype or wider, valid until the next. Collective over data, to the end."""
+        of its dtype or wider, valid until the next. Collective over data, to the end.
+        """
         tensors, weight = share
         weights = torch.tensor([weight], dtype=torch.float64, device=self._parts.context.device)
         total = collectives.all_reduce(weights, self._group, owned=True).wait().item()
@@ -99,7 +100,8 @@ class ReplicaAverage:
     @torch.no_grad()
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """The floating-point buffers that differ between replicas (running statistics), each with its mean over them.
-        Collective over data, where the model has such buffers."""
+        Collective over data, where the model has such buffers.
+        """
         mine = [buffer for buffer in self._parts.model.buffers() if buffer.is_floating_point() and buffer.numel()]
         if not mine:
             return []

@@ -1,5 +1,6 @@
 """Rounds: every replica makes steps of its own, then all take the average (local SGD), or make a step by it (SlowMo,
-DiLoCo)."""
+DiLoCo).
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ class Averaging(PerReplica):
 
     def average_addend(self) -> tuple[list[Tensor], float]:
         """Weighted as at the end of the round that is open; all alike where nobody has trained since the last.
-        Collective over data."""
+        Collective over data.
+        """
         shares, weight = super().average_addend()
         if self._data_group.size == 1:
             return shares, weight

@@ -73,7 +73,8 @@ class StopAgreement:
 
     def answer(self, latest: int) -> None:
         """This replica waits for others in the midst of a step, and one of them may wait for its post: after ``latest``
-        steps it can stop, having heard of the request."""
+        steps it can stop, having heard of the request.
+        """
         if self._is_leader and not self._has_posted and self._look():
             self._post(latest, self._seen)
 

@@ -148,7 +148,8 @@ class Strategy:
         """State beyond the parameters: plain values and tensors, of which the first rank of each replica's are saved.
         Where replicas have state of their own (``exact`` is false, or ``state_per_replica``), each goes on with its
         own where there are as many; under another number it begins anew, with ``{}``, or with that of the first
-        (``state_is_alike``), and under another strategy anew."""
+        (``state_is_alike``), and under another strategy anew.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,7 +157,8 @@ class Strategy:
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or
-        plain values. It is saved by logical name, so that it can be taken back under another plan."""
+        plain values. It is saved by logical name, so that it can be taken back under another plan.
+        """
         return {}
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -176,7 +178,8 @@ class Strategy:
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         """The model of this rank, on the meta device, before its values are drawn: say what is stored how. Collective
-        over all ranks."""
+        over all ranks.
+        """
 
     def check_tables(self, found: Survey) -> None:
         """The tables of the whole model, before a pipeline cuts it; also called before a process is started.
@@ -222,12 +225,14 @@ class Strategy:
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         """What is logged of step ``step``: float64 [loss sum, count, gradient norm, ..], over all replicas where
-        `is_summed` says so, else of the replica."""
+        `is_summed` says so, else of the replica.
+        """
         return numbers if self.exact else self.sum_over_replicas(numbers)
 
     def sum_over_replicas(self, numbers: Tensor) -> Tensor:
         """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
-        Collective over data."""
+        Collective over data.
+        """
         if self._data_group.size == 1:
             return numbers
         total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
@@ -249,7 +254,8 @@ class Strategy:
 
     def consensus(self) -> dict[str, float]:
         """How far replicas are apart, where that was found out since the last step (its end, an evaluation):
-        ``consensus_distance``, ``consensus_distance_relative`` (`replica_average.Distance`)."""
+        ``consensus_distance``, ``consensus_distance_relative`` (`replica_average.Distance`).
+        """
         return {}
 
     # -- where replicas differ ------------------------------------------------------------------------------
@@ -257,7 +263,8 @@ class Strategy:
     @property
     def own_parameters(self) -> bool:
         """Whether each replica has parameters and an optimizer of its own, which a checkpoint keeps beside those that
-        are evaluated."""
+        are evaluated.
+        """
         return not self.exact
 
     def sync_point(self) -> None:
@@ -265,17 +272,20 @@ class Strategy:
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
-        buffers are the average of the replicas. Collective over all ranks; one inside of another changes nothing."""
+        buffers are the average of the replicas. Collective over all ranks; one inside of another changes nothing.
+        """
         return nullcontext()
 
     def forwards(self) -> AbstractContextManager[None]:
         """Around the forwards of one batch of an evaluation, inside of `evaluation`: as many as a rank has, or none.
-        Collective."""
+        Collective.
+        """
         return nullcontext()
 
     def export(self) -> AbstractContextManager[None]:
         """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective over
-        all ranks."""
+        all ranks.
+        """
         return nullcontext()
 
     def average_addend(self) -> tuple[list[Tensor], float]:

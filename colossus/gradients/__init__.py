@@ -1,1 +1,1 @@
-"""Sums of gradients over ranks: which axes, in which buckets, compressed or not; their norm."""
+"""Sums of gradients over ranks: their axes, their buckets, their compression and their norm."""

@@ -1,4 +1,4 @@
-"""How the gradients of a bucket are summed over ranks: by one all-reduce, or inside of hosts and between them."""
+"""Sums of one bucket of gradients over ranks: by one all-reduce, or first inside hosts and then between them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.machine import host_id
 
-#: what the bytes between hosts are counted under
+#: the axes under which the bytes between hosts are counted
 BETWEEN = "data between hosts"
 
 
 class BucketSum(Protocol):
-    """Sums one bucket, once in each step."""
+    """The sum of one bucket over ranks, started once in each step."""
 
     def start(self, flat: Tensor) -> Pending:
-        """Start to sum ``flat``, which may be overwritten: gradients, then a flag for each parameter."""
+        """Start to sum ``flat``, gradients and then a flag for each parameter, which may be overwritten."""
 
 
-#: (parameters, axes, dtype) -> how the gradients of such a bucket are summed over these axes
+#: a function of (parameters, axes, dtype) that makes the sum of their bucket over these axes
 SumFactory = Callable[[Sequence[nn.Parameter], tuple[str, ...], torch.dtype], BucketSum]
 
 
@@ -41,8 +41,9 @@ class FlatSum:
 
 
 class TwoLevelSum:
-    """Reduce-scatter over the ranks of a host, all-reduce between hosts, all-gather inside (TorchMPI's Cartesian
-    communicators): over the network each rank sends its share of a bucket alone.
+    """A reduce-scatter inside each host, an all-reduce between hosts, and an all-gather inside each host.
+
+    So each rank sends only its share of a bucket over the network (TorchMPI's Cartesian communicators).
 
     Args:
         inner: the ranks of this host.
@@ -64,59 +65,63 @@ class TwoLevelSum:
 
 
 def padded(flat: Tensor, divisor: int) -> Tensor:
-    """With zeros at the end, so that it divides."""
+    """Return ``flat`` with zeros at its end, so that its length divides by ``divisor``."""
     missing = -flat.numel() % divisor
     return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
 
 
 class Hosts:
-    """The indices along data, in sets of those that are on one host: all sets of one size.
+    """The hosts of the data ranks, as sets of indices along data; all sets have one size.
 
     Args:
-        sets: of all indices; in each the order of positions.
+        sets: the indices of each host, in the order of their positions on it.
     """
 
     def __init__(self, context: ParallelContext, sets: Sequence[Sequence[int]]) -> None:
-        self._context, self.sets = context, [list(each) for each in sets]
-        self._host_of = {index: number for number, each in enumerate(self.sets) for index in each}
+        self._context, self.sets = context, [list(indices) for indices in sets]
+        self._host_of = {index: host for host, indices in enumerate(self.sets) for index in indices}
 
     @classmethod
-    def given(cls, context: ParallelContext, per_host: int) -> Hosts:
-        """Neighbours along data."""
+    def of_size(cls, context: ParallelContext, per_host: int) -> Hosts:
+        """Return hosts of ``per_host`` consecutive indices along data."""
         size = context.size("data")
         return cls(context, [range(first, first + per_host) for first in range(0, size, per_host)])
 
     @classmethod
-    def found(cls, context: ParallelContext, what: str = "parallel.strategy = 'hierarchical'") -> Hosts:
-        """By the names of the ranks' hosts. Collective, over all ranks.
+    def detect(cls, context: ParallelContext, what: str = "parallel.strategy = 'hierarchical'") -> Hosts:
+        """Return the hosts that the ranks run on, by their names. Collective over all ranks.
 
-        Replicas of several ranks share a host where all their ranks do, each with its counterpart.
+        Two replicas of several ranks share a host where each rank of the one is on the host of its counterpart.
+
+        Args:
+            what: the feature that asks, for the error.
 
         Raises:
-            ValueError: on all ranks, where hosts have different numbers of them.
+            ValueError: on all ranks, where hosts have different numbers of data ranks.
         """
         names = all_gather_object(host_id(), context.group(context.grid.names))
-        of_index: dict[int, list[str]] = {}
+        names_by_index: dict[int, list[str]] = {}
         for rank, name in enumerate(names):
-            of_index.setdefault(context.grid.index(rank, "data"), []).append(name)
+            names_by_index.setdefault(context.grid.index(rank, "data"), []).append(name)
         sets: dict[tuple[str, ...], list[int]] = {}
-        for index, each in sorted(of_index.items()):
-            sets.setdefault(tuple(each), []).append(index)
-        sizes = [len(each) for each in sets.values()]
+        for index, replica_names in sorted(names_by_index.items()):
+            sets.setdefault(tuple(replica_names), []).append(index)
+        sizes = [len(indices) for indices in sets.values()]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"{what} wants as many data ranks on each host, and found {', '.join(map(str, sizes))}: start as many "
-                f"processes on each host, give hosts= or per_host=, or take 'all_reduce'"
+                f"{what} needs the same number of data ranks on each host, but the hosts have "
+                f"{', '.join(map(str, sizes))}: start as many processes on each host, set hosts= or per_host=, or use "
+                f"'all_reduce'"
             )
         return cls(context, list(sets.values()))
 
     def of(self, index: int) -> int:
-        """The number of the host of an index along data."""
+        """Return the number of the host of an index along data."""
         return self._host_of[index]
 
     @property
     def are_levels(self) -> bool:
-        """Whether there are several hosts, of several ranks each: else one level is all there is."""
+        """Return whether there are several hosts with several ranks each, so that sums have two levels."""
         return len(self.sets) > 1 and self.per_host > 1
 
     @property
@@ -124,15 +129,15 @@ class Hosts:
         return len(self.sets[0])
 
     def inside(self, axes: Sequence[str]) -> AxisGroup:
-        """The ranks over these axes, that of data among them, whose index along data is on this host."""
+        """Return the ranks over these axes, of which data is one, whose index along data is on this host."""
         context, grid = self._context, self._context.grid
-        mine = self.sets[self._host_of[context.index("data")]]
+        on_this_host = self.sets[self._host_of[context.index("data")]]
         ranks = grid.group(context.rank, axes)
-        indices = [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in mine]
+        indices = [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in on_this_host]
         return context.subgroup(axes, indices, f"{'x'.join(axes)} inside of hosts")
 
     def between(self) -> AxisGroup:
-        """This rank's counterparts on all hosts, itself among them."""
+        """Return the ranks at this rank's position on each host, itself among them."""
         index = self._context.index("data")
         position = self.sets[self._host_of[index]].index(index)
-        return self._context.subgroup("data", [each[position] for each in self.sets], BETWEEN)
+        return self._context.subgroup("data", [indices[position] for indices in self.sets], BETWEEN)

@@ -1,4 +1,4 @@
-"""Over which axes gradients are summed, and in which flat buckets: each by one collective once it is full."""
+"""The axes over which gradients are summed, and the flat buckets that are summed as soon as they are full."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
-    """The axes over which this rank's gradient of a parameter is a partial sum: the one answer to that question.
+    """Return the axes over which this rank's gradient of a parameter is a partial sum.
 
-    Layers record them at each use of a parameter. One that none has recorded is a plain torch module's, whose input is
-    in the whole layout: sharded over the batch only. Over the axes that cut a parameter for storage its gradient has
-    been scattered.
+    Layers record these axes at each use of a parameter. A parameter without a record is a plain torch module's, whose
+    input is in the whole layout, sharded over the batch only. Axes that shard a parameter for storage are left out:
+    its gradient has been reduce-scattered over them.
     """
     spec = spec_of(parameter)
     recorded = spec.gradient_axes
@@ -34,8 +34,13 @@ def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tupl
 
 
 def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
-    """Share what each rank has recorded about parameters whose axes are decided by their first use, and return those
-    that no rank has used yet. Collective over the ranks of a stage: a layer may be used on some of them only."""
+    """Share the axes of parameters that some rank has used, and return the parameters that no rank has used yet.
+
+    Collective over the ranks of a stage, since a layer may be used on some of them only.
+
+    Args:
+        parameters: those whose axes are decided by their first use, and were not decided at the last call.
+    """
     if not parameters:
         return []
     names = context.grid.names
@@ -45,8 +50,8 @@ def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> 
         masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
     peers = context.group(tuple(name for name in names if name != "pipeline"))
     unused = []
-    for parameter, *found in zip(parameters, *all_gather_object(masks, peers), strict=True):
-        mask = max(found)
+    for parameter, *masks_of_ranks in zip(parameters, *all_gather_object(masks, peers), strict=True):
+        mask = max(masks_of_ranks)
         if mask:
             spec_of(parameter).record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
         else:
@@ -55,21 +60,21 @@ def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> 
 
 
 class Bucket:
-    """A flat buffer of the gradients of some parameters, and behind them one flag each: whether any rank used it.
+    """A flat buffer of the gradients of some parameters, followed by one flag for each: whether a rank used it.
 
     A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process:
-    zeros would decay the weight and the moments. The flags are summed with the gradients. A rank that used all its
-    parameters does not read them; another one has to, and waits for its device.
+    zeros would decay the weight and the moments. The flags are summed with the gradients. A rank that used all of its
+    parameters need not read the sums of the flags. Another rank reads them, and waits for its device.
 
     Args:
-        params: whose gradients have one dtype.
-        summed: starts their sum over ranks.
-        dtype: in which they are summed.
+        params: parameters whose gradients have one dtype.
+        bucket_sum: starts the sum of the buffer over ranks.
+        dtype: the dtype of the sum.
     """
 
-    def __init__(self, params: list[nn.Parameter], summed: BucketSum, dtype: torch.dtype) -> None:
+    def __init__(self, params: list[nn.Parameter], bucket_sum: BucketSum, dtype: torch.dtype) -> None:
         self.params = params
-        self._summed = summed
+        self._sum = bucket_sum
         self._is_cast = dtype != gradient_dtype(params[0])
         sizes = [param.numel() for param in params]
         total = sum(sizes)
@@ -87,11 +92,11 @@ class Bucket:
         return len(self._present) == len(self.params)
 
     def holds(self, param: nn.Parameter) -> bool:
-        """Whether the parameter's gradient of this step is in the bucket."""
+        """Return whether the parameter's gradient of this step is in the bucket."""
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient in; of one dtype with the bucket, ``grad`` is a view of it from then on."""
+        """Copy a complete gradient into the bucket; ``grad`` becomes a view of the bucket where the dtypes agree."""
         index = self._position[id(param)]
         with as_shards():
             assert param.grad is not None
@@ -101,21 +106,21 @@ class Bucket:
         self._present.add(index)
 
     def start(self) -> None:
-        """Start the sum; a parameter without a gradient on this rank counts as zero and unused."""
+        """Start the sum; a parameter without a gradient on this rank adds zeros and counts as unused."""
         self.flags.fill_(1.0)
         for index, view in enumerate(self.views):
             if index not in self._present:
                 view.zero_()
                 self.flags[index].zero_()
-        self._pending = self._summed.start(self.flat)
+        self._pending = self._sum.start(self.flat)
 
     def advance(self) -> None:
-        """Between the buckets of a step: go on with a sum of several stages."""
+        """Start the next stage of a sum of several stages; called between the buckets of a step."""
         if isinstance(self._pending, Staged):
             self._pending.advance()
 
     def finish(self) -> None:
-        """Wait for the sums, and give each parameter its own."""
+        """Wait for the sums, and set each parameter's ``grad`` to its own."""
         assert self._pending is not None
         total = self._pending.wait()
         if total is not self.flat:
@@ -129,24 +134,21 @@ class Bucket:
         self._pending = None
 
     def used_by_ranks(self) -> list[float]:
-        """Of each parameter, how many ranks used it: read of the summed flags."""
+        """Return for each parameter the number of ranks that used it, by the summed flags."""
         return self.flags.tolist()
-
-    def used_here(self) -> list[float]:
-        """Of each parameter, 1 where this rank used it, else 0."""
-        return [float(index in self._present) for index in range(len(self.params))]
 
 
 class StageBuckets:
-    """The buckets of the parameters of one pipeline stage, made when the axes of their gradients are known.
+    """The buckets of the parameters of one pipeline stage, which are made when the axes of their gradients are known.
 
     Args:
-        params: in the order of the model.
-        bucket_bytes: size of a bucket; a larger parameter has one for itself.
-        axes_of: the axes over which the gradient of a parameter is summed, once they are decided.
-        sum_of: how a bucket is summed over its axes.
+        params: the stage's parameters, in the order of the model.
+        context: the ranks.
+        bucket_bytes: the size of a bucket; a larger parameter has one for itself.
+        axes_of: returns the axes over which the gradient of a parameter is summed, once they are decided.
+        sum_of: makes the sum of a bucket over its axes.
         on_gradient: called with each parameter when its gradient has been accumulated.
-        closing: ends that.
+        closing: removes these hooks.
     """
 
     def __init__(
@@ -171,10 +173,10 @@ class StageBuckets:
         self._next = 0
 
     def prepare(self) -> None:
-        """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
-        before = len(self._undecided)
+        """Make the buckets of parameters used for the first time; called before the stage's last backward of a step."""
+        num_before = len(self._undecided)
         self._undecided = _agree_on_axes(self._undecided, self._context)
-        if self._buckets is None or len(self._undecided) < before:
+        if self._buckets is None or len(self._undecided) < num_before:
             self._add_buckets()
         self._next = 0
 
@@ -192,24 +194,24 @@ class StageBuckets:
             self._next += 1
 
     def start_rest(self) -> None:
-        """Start the buckets that are not full, too."""
+        """Start the remaining buckets, full or not."""
         assert self._buckets is not None
         for index, bucket in enumerate(self._buckets[self._next :], self._next):
-            # a parameter that the last microbatch did not use may have a gradient of earlier ones
+            # a parameter that the last microbatch did not use may have a gradient from earlier ones
             for param in bucket.params:
                 if param.grad is not None and not bucket.holds(param):
                     bucket.take(param)
             self._start(index)
 
     def _start(self, index: int) -> None:
-        """Start a bucket, and what follows for the one before."""
+        """Start a bucket's sum, and the next stage of the bucket before it."""
         assert self._buckets is not None
         self._buckets[index].start()
         if index:
             self._buckets[index - 1].advance()
 
     def finish(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums of all buckets."""
         for bucket in self._buckets or ():
             bucket.finish()
 
@@ -225,7 +227,7 @@ class StageBuckets:
         self._bucket_of = {id(param): index for index, bucket in enumerate(self._buckets) for param in bucket.params}
 
     def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
-        """Of parameters by axes and dtype of their gradients; those without axes need no reduction."""
+        """Make buckets of parameters whose gradients have the same axes and dtype; skip those that need no sum."""
         groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
         for param in params:
             if axes := self._axes_of(param):
@@ -234,33 +236,33 @@ class StageBuckets:
         for (axes, gradient), group in groups.items():
             dtype = self._context.precision.reduce_dtype(gradient)
             limit = self._bucket_bytes
-            if group[0].device.type == "cpu":  # a bucket and its flags have to fit a slot of shared memory
+            if group[0].device.type == "cpu":  # a bucket and its flags have to fit in a slot of shared memory
                 limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:
                     self._closing.callback(param.register_post_accumulate_grad_hook(self._on_gradient).remove)
-        # sorted by when backward fills them
+        # in the order in which backward fills them
         order = {id(param): index for index, param in enumerate(params)}
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
         return buckets
 
 
 def gradient_in_parts(param: nn.Parameter) -> ValueError:
-    """A gradient was added to after it had been given to a collective."""
+    """Return the error of a gradient that grew after its sum over ranks had begun."""
     name = spec_of(param).name or f"a parameter of shape {tuple(param.shape)}"
     return ValueError(
-        f"the gradient of {name} came in several parts, and the sum over ranks had begun after the "
-        f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
-        f"that; use_reentrant=False, or colossus.layers.recompute, does not"
+        f"the gradient of {name} came in several parts, and its sum over ranks had begun after the first. A module "
+        f"that runs several times under torch.utils.checkpoint with use_reentrant=True does that; set "
+        f"use_reentrant=False, or use colossus.layers.recompute"
     )
 
 
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of at most ``limit`` elements together, at least one."""
+    """Yield runs of consecutive parameters with at most ``limit`` elements together, or of one larger parameter."""
     chunk: list[nn.Parameter] = []
     for param in params:
-        if chunk and sum(each.numel() for each in chunk) + param.numel() > limit:
+        if chunk and sum(member.numel() for member in chunk) + param.numel() > limit:
             yield chunk
             chunk = []
         chunk.append(param)

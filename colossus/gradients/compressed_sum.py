@@ -1,4 +1,4 @@
-"""Sums of gradients that travel compressed, bf16 or PowerSGD, and the errors that each rank keeps for the next step."""
+"""Sums of gradients that travel compressed, as bf16 or by PowerSGD, with error feedback on each rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _ERROR, _WARM_START = "compression_error", "compression_start"
 
 
 class ErrorFeedback:
-    """What compression leaves out of a gradient is added to the next step's (1901.09847, 1905.13727); kept divided by
-    the scale of the loss. A step that is skipped changes nothing.
+    """The compression errors of this rank, which are added to the gradients of the next step (1901.09847, 1905.13727).
+
+    An error is the part of a gradient that compression lost. Errors are stored divided by the loss scale. A skipped
+    step changes none.
 
     Args:
-        stored: as what a parameter that compute sees is stored, by which its state is known.
-        seed: of random starts.
+        stored: returns the stored parameter of a parameter that compute sees; state is saved by the former.
+        seed: the seed of random starts.
 
     Attributes:
-        step: number of the step that runs.
-        errors: of each stored parameter, in its shape; float32 or wider.
-        starts: of some, PowerSGD's Q of the step before.
+        step: the number of the step that runs.
+        errors: stored parameter -> error, of its shape, in float32 or wider.
+        starts: stored parameter -> PowerSGD's Q of the step before, for those that have one.
     """
 
     def __init__(self, stored: Callable[[nn.Parameter], nn.Parameter], seed: int) -> None:
@@ -41,28 +43,28 @@ class ErrorFeedback:
         self.errors: dict[nn.Parameter, Tensor] = {}
         self.starts: dict[nn.Parameter, Tensor] = {}
         self._scale: Tensor | None = None
-        #: errors of buckets, and what the step that runs leaves out
-        self._left: list[tuple[Tensor, Tensor]] = []
+        #: for each bucket, its errors of the step before, and those of the step that runs
+        self._errors_of_buckets: list[tuple[Tensor, Tensor]] = []
         self._new_starts: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, step: int, loss_scale: Tensor | None = None) -> None:
-        """A step begins, whose losses are multiplied by ``loss_scale``."""
-        self.step, self._scale, self._left, self._new_starts = step, loss_scale, [], {}
+        """Begin a step whose losses are multiplied by ``loss_scale``."""
+        self.step, self._scale, self._errors_of_buckets, self._new_starts = step, loss_scale, [], {}
 
     @torch.no_grad()
     def end(self, found_inf: Tensor | None = None) -> None:
-        """The step's sums were applied, or it is skipped where ``found_inf``."""
-        for errors, left in self._left:
-            left = left if self._scale is None else left.div_(self._scale)
-            errors.copy_(left if found_inf is None else torch.where(found_inf, errors, left))
+        """Store the step's errors, unless ``found_inf``: then the step is skipped."""
+        for errors, new_errors in self._errors_of_buckets:
+            new_errors = new_errors if self._scale is None else new_errors.div_(self._scale)
+            errors.copy_(new_errors if found_inf is None else torch.where(found_inf, errors, new_errors))
         for param, start in self._new_starts.items():
             if found_inf is not None:
                 start = torch.where(found_inf, self.starts.get(param, torch.zeros_like(start)), start)
             self.starts[param] = start
-        self._left, self._new_starts = [], {}
+        self._errors_of_buckets, self._new_starts = [], {}
 
     def bucket(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
-        """The errors of a bucket's parameters, side by side as their gradients are; made once. [elements]"""
+        """Make the flat errors of a bucket, [elements], in the order of its gradients; called once for each bucket."""
         sizes, dtype = [param.numel() for param in params], torch.float32 if dtype in LOW else dtype
         flat = torch.zeros(sum(sizes), dtype=dtype, device=params[0].device)
         for param, piece in zip(params, flat.split(sizes), strict=True):
@@ -73,50 +75,54 @@ class ErrorFeedback:
         return flat
 
     def take(self, errors: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step that runs adds to a bucket's sums, and zeros, to be overwritten by what it leaves out."""
-        left = torch.zeros_like(errors)
-        self._left.append((errors, left))
-        return errors if self._scale is None else errors * self._scale, left
+        """Return a bucket's errors, scaled to be added to its gradients, and zeros for those of the step that runs."""
+        new_errors = torch.zeros_like(errors)
+        self._errors_of_buckets.append((errors, new_errors))
+        return errors if self._scale is None else errors * self._scale, new_errors
 
     def start_of(self, param: nn.Parameter, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Orthonormal [cols, rank], the same on all ranks that exchange factors: of the step before, or random."""
-        kept = self.starts.get(self._stored(param))
-        if kept is None:
-            kept = self.random_start(spec_of(param).name, shape, like.dtype, like.device)
-        return torch.linalg.qr(kept.flatten()[: math.prod(shape)].view(shape))[0]
+        """Return an orthonormal start, [cols, rank], from the Q of the step before, or random.
+
+        It is the same on all ranks that exchange factors.
+        """
+        start = self.starts.get(self._stored(param))
+        if start is None:
+            start = self.random_start(spec_of(param).name, shape, like.dtype, like.device)
+        return torch.linalg.qr(start.flatten()[: math.prod(shape)].view(shape))[0]
 
     def random_start(self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same on all ranks, another in each step."""
+        """Return a normal start that is the same on all ranks and another one in each step."""
         (seed,) = derive_seeds(self._seed, (hash_key("powersgd", name), self.step))
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return send_to(device, drawn.to(dtype))
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return send_to(device, start.to(dtype))
 
-    def keep_start(self, param: nn.Parameter, start: Tensor) -> None:
+    def set_start(self, param: nn.Parameter, start: Tensor) -> None:
+        """Set the start of the next step, unless this one is skipped."""
         self._new_starts[self._stored(param)] = start
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """By stored parameter, tensors of its shape: of Q the first numbers."""
-        found: dict[nn.Parameter, dict[str, Any]] = {param: {_ERROR: error} for param, error in self.errors.items()}
+        """Return by stored parameter tensors of its shape: its error, and its start, flattened and padded."""
+        state: dict[nn.Parameter, dict[str, Any]] = {param: {_ERROR: error} for param, error in self.errors.items()}
         for param, start in self.starts.items():
             whole = torch.zeros(param.shape, dtype=start.dtype, device=start.device)
             whole.view(-1)[: start.numel()] = start.flatten()
-            found.setdefault(param, {})[_WARM_START] = whole
-        return found
+            state.setdefault(param, {})[_WARM_START] = whole
+        return state
 
     def load(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Take back what `state` gave; what it does not have begins anew."""
+        """Load what `state` returned; errors and starts that it lacks are reset."""
         for error in self.errors.values():
             error.zero_()
-        self.starts = {param: held[_WARM_START] for param, held in state.items() if _WARM_START in held}
-        for param, held in state.items():
-            if _ERROR in held and param in self.errors:
-                self.errors[param].copy_(held[_ERROR])
-            elif _ERROR in held:
-                self.errors[param] = held[_ERROR]
+        self.starts = {param: entries[_WARM_START] for param, entries in state.items() if _WARM_START in entries}
+        for param, entries in state.items():
+            if _ERROR in entries and param in self.errors:
+                self.errors[param].copy_(entries[_ERROR])
+            elif _ERROR in entries:
+                self.errors[param] = entries[_ERROR]
 
 
 class CompressedSum:
-    """A bucket's sum that leaves something out, which `ErrorFeedback` keeps for the next step."""
+    """The base of lossy sums of a bucket, whose errors `ErrorFeedback` adds to the next step's gradients."""
 
     def __init__(self, params: Sequence[nn.Parameter], feedback: ErrorFeedback) -> None:
         self._params, self._feedback = list(params), feedback
@@ -135,15 +141,18 @@ class CompressedSum:
 
 
 class Bf16Sum(CompressedSum):
-    """Half the bytes of an all-reduce, or a quarter in float64: bfloat16 on the way, summed as they are.
+    """A sum that travels as bfloat16 and adds in the dtype of the gradients.
 
-    Every rank sends each other the chunk that this one is to sum, and gets sums back. What rounding takes away, of an
-    addend or of a sum, its rank adds to its next addend. All ranks make the same numbers of the same bytes.
+    It sends half the bytes of an all-reduce in float32, a quarter of one in float64. Every rank sends each other rank
+    the chunk that the other sums, and receives all sums. A rank adds to its next gradients what rounding took from its
+    addends and from the sum that it made. All ranks compute the same numbers from the same bytes.
 
     Args:
-        replica: summed over before, exactly: the axes inside of a replica.
-        host: the data ranks of this host, over which each has a share of the bucket (`TwoLevelSum`).
+        params: the parameters of the bucket.
+        replica: the ranks inside a replica, which are summed over first, exactly.
+        host: the data ranks of this host, each of which has a share of the bucket (`TwoLevelSum`).
         between: the ranks that exchange rounded chunks.
+        feedback: the errors of this rank.
     """
 
     def __init__(
@@ -158,7 +167,7 @@ class Bf16Sum(CompressedSum):
         self._replica, self._host, self._between = replica, host, between
 
     def _stages(self, flat: Tensor) -> Stages:
-        errors, left = self._take_errors(flat.dtype)
+        errors, new_errors = self._take_errors(flat.dtype)
         num_flags, low = len(self._params), torch.bfloat16
         flat = yield collectives.all_reduce(flat, self._replica, owned=True)
         numbers, flags = flat[:-num_flags], flat[-num_flags:]
@@ -183,24 +192,26 @@ class Bf16Sum(CompressedSum):
         sent = total[None].to(low)
         error[me] = total - sent[0].to(share.dtype)
         received = yield collectives.all_gather(sent, self._between)
-        kept = left[self._host.index * error.numel() :][: error.numel()]
-        kept.copy_(error.flatten()[: kept.numel()])
+        own_errors = new_errors[self._host.index * error.numel() :][: error.numel()]
+        own_errors.copy_(error.flatten()[: own_errors.numel()])
         whole = yield collectives.all_gather(received.to(share.dtype).flatten(), self._host)
         return torch.cat((whole[: numbers.numel()], used))
 
 
 class PowerSum(CompressedSum):
-    """PowerSGD (1905.13727): M = sum of M_i as P Q^T, with P = orthonormal basis of sum of M_i Q', Q = sum of M_i^T P,
-    and Q' of the step before.
+    """PowerSGD (1905.13727), which sums matrices M_i over n ranks as two factors: the sum is about P Q^T.
 
-    What P Q^T / n leaves out of a rank's M_i is added to its next one. All else of a bucket travels as it is.
+    P is an orthonormal basis of the sum of M_i Q', with the Q' of the step before, and Q is the sum of M_i^T P. A rank
+    adds M_i - P Q^T / n to its next gradient. Parameters that are no matrices, or too small, travel as they are.
 
     Args:
-        exact: the ranks that are summed over exactly before: of a replica, and of a host.
+        params: the parameters of the bucket.
+        exact: the ranks of a replica and of a host, which are summed over first, exactly.
         between: the ranks that exchange factors.
-        rank: of the factors, at most.
-        start_step: steps from the first on that are not compressed.
-        min_compression_rate: a matrix travels as factors if they have fewer than one in so many of its elements.
+        feedback: the errors of this rank.
+        rank: the largest rank of the factors.
+        start_step: the number of first steps that are not compressed.
+        min_compression_rate: a matrix travels as factors if it has more than this many times their elements.
     """
 
     def __init__(
@@ -222,39 +233,37 @@ class PowerSum(CompressedSum):
         for number, param in enumerate(params):
             rows = param.shape[0] if param.dim() else 0
             cols = param.numel() // max(1, rows)
-            most = min(rows, cols, rank)
-            if most and (rows + cols) * most * min_compression_rate < rows * cols:
-                self._matrices[number] = rows, cols, most
+            own_rank = min(rows, cols, rank)
+            if own_rank and (rows + cols) * own_rank * min_compression_rate < rows * cols:
+                self._matrices[number] = rows, cols, own_rank
 
     def _stages(self, flat: Tensor) -> Stages:
         flat = yield collectives.all_reduce(flat, self._exact, owned=True)
         if self._feedback.step < self._start_step or not self._matrices:
             return (yield collectives.all_reduce(flat, self._between, owned=True))
         wide = flat.float() if flat.dtype in LOW else flat
-        errors, kept = self._take_errors(wide.dtype)
-        pieces = wide.split([*self._sizes, len(self._params)])  # last the flags
+        errors, new_errors = self._take_errors(wide.dtype)
+        pieces = wide.split([*self._sizes, len(self._params)])  # the last is that of the flags
         rest = [piece for number, piece in enumerate(pieces) if number not in self._matrices]
         own = self._as_matrices(pieces)
         torch._foreach_add_(own, self._as_matrices(errors.split(self._sizes)))
-        left = [matrix @ start for matrix, start in zip(own, self._starts(wide), strict=True)]
-        summed = yield collectives.all_reduce(
-            torch.cat([*rest, *(p.flatten() for p in left)]), self._between, owned=True
-        )
-        totals = list(_split_as(summed, [*rest, *left]))
+        ps = [matrix @ start for matrix, start in zip(own, self._starts(wide), strict=True)]
+        summed = yield collectives.all_reduce(torch.cat([*rest, *(p.flatten() for p in ps)]), self._between, owned=True)
+        totals = list(_split_as(summed, [*rest, *ps]))
         torch._foreach_copy_(rest, totals[: len(rest)])
-        left = [torch.linalg.qr(p)[0] for p in totals[len(rest) :]]
-        right = [matrix.T @ p for matrix, p in zip(own, left, strict=True)]
-        summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in right]), self._between, owned=True)
-        kept_matrices, right = self._as_matrices(kept.split(self._sizes)), list(_split_as(summed, right))
-        for number, matrix, error, p, q in zip(self._matrices, own, kept_matrices, left, right, strict=True):
-            approximated = p @ q.T
-            torch.sub(matrix, approximated / self._between.size, out=error)
-            matrix.copy_(approximated)
-            self._feedback.keep_start(self._params[number], q)
+        ps = [torch.linalg.qr(p)[0] for p in totals[len(rest) :]]
+        qs = [matrix.T @ p for matrix, p in zip(own, ps, strict=True)]
+        summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in qs]), self._between, owned=True)
+        error_matrices, qs = self._as_matrices(new_errors.split(self._sizes)), list(_split_as(summed, qs))
+        for number, matrix, error, p, q in zip(self._matrices, own, error_matrices, ps, qs, strict=True):
+            approximation = p @ q.T
+            torch.sub(matrix, approximation / self._between.size, out=error)
+            matrix.copy_(approximation)
+            self._feedback.set_start(self._params[number], q)
         return flat.copy_(wide) if wide is not flat else flat
 
     def _as_matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Views [rows, cols] of the parameters that travel as factors."""
+        """Return views [rows, cols] of the pieces of parameters that travel as factors."""
         return [pieces[number].view(rows, cols) for number, (rows, cols, _) in self._matrices.items()]
 
     def _starts(self, like: Tensor) -> Iterator[Tensor]:

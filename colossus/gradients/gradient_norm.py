@@ -14,28 +14,30 @@ from colossus.layout.parameter import spec_of
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """All numbers of a gradient that are not 0 for certain, as a tensor that shares its memory.
+    """Return the stored values of a gradient, sharing its memory.
 
     Args:
-        gradient: dense, or coalesced COO, as tables have it.
+        gradient: a dense tensor, or coalesced COO as tables have it.
     """
     return gradient._values() if gradient.is_sparse else gradient
 
 
 class GradientNorm:
-    """The squares of the gradients of this rank.
+    """This rank's addends of the squared global gradient norm.
 
-    A shard that several ranks hold is counted by the first of them, so that the plain sum over ``axes`` is exact. All
-    replicas of a shard have the same gradient by then, so the sum goes over the axes that shard parameters, and no
-    further. The others multiply theirs by 0: the sum is not finite if any gradient on any rank is not.
+    All copies of a shard have the same gradient once gradients are summed. So the squares are summed over the axes that
+    shard parameters, and no others. Where several ranks along these axes store a shard, the first counts it. The others
+    multiply their square by 0, so that the sum is not finite if a gradient of any rank is not.
 
     Args:
+        params: the parameters of this rank.
+        context: the ranks.
         counted_elsewhere: ids of tied parameters that another pipeline rank counts.
 
     Attributes:
-        axes: those that shard some parameter.
-        params: those that are trained.
-        norms: [params] of the last call, those that other ranks count included.
+        axes: the axes that shard some parameter; the sum goes over them.
+        params: the trainable parameters.
+        norms: [params] of the last call of `local_squares`, also of those that other ranks count.
     """
 
     def __init__(
@@ -54,27 +56,27 @@ class GradientNorm:
             id(param) not in counted_elsewhere and spec.layout.owns(at, inside)
             for param, spec in zip(trainable, specs, strict=True)
         ]
-        #: [params] 1 for those that this rank counts, else 0; None where it counts all
+        #: [params], 1 for a parameter that this rank counts, else 0; None where it counts all
         self._weights = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=context.device)
         self._some_are_offloaded = any(param.device.type != context.device.type for param in trainable)
         self._no_gradient = torch.zeros((), device=context.device)
         self.norms: Tensor | None = None
 
     def local_squares(self, device: torch.device) -> Tensor:
-        """Of each parameter the square of its gradient's norm where this rank counts it, else 0: float64 [params].
+        """Return the squared gradient norm of each parameter that this rank counts, else 0: float64 [params].
 
-        Not finite where a gradient is not, counted or not.
+        An entry is not finite where its gradient is not, counted or not.
         """
         grads = [self._no_gradient if param.grad is None else param.grad for param in self.params]
         if not grads:
             return torch.zeros(0, dtype=torch.float64, device=device)
-        is_low = any(grad.dtype in LOW for grad in grads)  # whose norms would be rounded, or overflow
+        is_low = any(grad.dtype in LOW for grad in grads)  # norms in these dtypes would be rounded, or overflow
         dense = [self._no_gradient if grad.is_sparse else grad for grad in grads]
         norms = list(torch._foreach_norm(dense, 2, torch.float32) if is_low else torch._foreach_norm(dense))
         for number, grad in enumerate(grads):
             if grad.is_sparse:
                 norms[number] = _norm_of_rows(values_of(grad))
-        if self._some_are_offloaded:  # those of the host come in one copy that nobody waits for
+        if self._some_are_offloaded:  # norms on the host are copied to the device together, without a wait
             elsewhere = [norm for norm in norms if norm.device != device]
             arrived = iter(send_to(device, torch.stack(elsewhere)).unbind())
             norms = [norm if norm.device == device else next(arrived) for norm in norms]
@@ -84,5 +86,5 @@ class GradientNorm:
 
 
 def _norm_of_rows(rows: Tensor) -> Tensor:
-    """In float64 over rows [n, dim], whose order differs between plans: as fast as in float32."""
+    """Return the norm of rows [n, dim]; the sum over rows, whose order depends on the plan, is in float64."""
     return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1), dtype=torch.float64)

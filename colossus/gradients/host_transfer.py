@@ -1,4 +1,4 @@
-"""Numbers that travel from an accelerator to the host, and tensors the other way, while both go on."""
+"""Asynchronous copies of numbers from an accelerator to the host, and of tensors from the host to a device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class HostRead:
-    """A tensor on its way to the host, behind what its device was told to do before, and before what it is told since.
+    """An asynchronous copy of a tensor to the host, in its place in the order of the device's work.
 
-    Whoever reads it waits for its arrival alone: with the numbers of the step before, where the device has a step to
-    do, nobody waits long, and the device never. A tensor of the CPU is there at once. Several threads may read it.
+    `wait` waits for this copy and for no later work. A host that reads the numbers of the step before, while the device
+    works on the current one, hardly waits, and the device never does. A CPU tensor is there at once. Several threads
+    may read the copy.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -22,16 +23,16 @@ class HostRead:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._arrived = module.Event()
-            self._arrived.record(module.current_stream(values.device))  # that of the copy, whatever the current device
+            self._arrived.record(module.current_stream(values.device))  # the copy's stream, whatever device is current
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Return whether the copy is complete."""
         arrived = self._arrived
         return arrived is None or bool(arrived.query())
 
     def wait(self) -> Tensor:
-        """The tensor on the host."""
+        """Wait for the copy, and return it."""
         arrived = self._arrived
         if arrived is not None:
             arrived.synchronize()
@@ -40,32 +41,32 @@ class HostRead:
 
 
 class LateValue:
-    """Reads a scalar of each step: at once where that costs nothing, on an accelerator one step late.
+    """A reader of one scalar in each step: at once on the CPU, one step late on an accelerator.
 
     All ranks see the same value after the same step.
     """
 
     def __init__(self) -> None:
-        #: the last one on its way from an accelerator
-        self._on_its_way: HostRead | None = None
+        #: the copy of the last step's scalar from an accelerator
+        self._last: HostRead | None = None
 
     def push(self, value: Tensor) -> float | None:
-        """Hand in a step's scalar.
+        """Take a step's scalar, and return one that is there.
 
         Returns:
-            Its value; on an accelerator that of the step before, None for the first.
+            The value; on an accelerator, that of the step before, or None in the first step.
         """
         if value.device.type == "cpu":
             return value.item()
-        before, self._on_its_way = self._on_its_way, HostRead(value)
+        before, self._last = self._last, HostRead(value)
         return None if before is None else before.wait().item()
 
 
 def send_to(device: torch.device, x: Tensor) -> Tensor:
-    """A tensor of the host on a device: the host goes on, and what the device is told next finds it there.
+    """Copy a host tensor to a device without waiting; work that the device is given afterwards sees the copy.
 
-    From pinned memory: from other memory the host would wait until the device has come to the copy. torch keeps pinned
-    memory until the copy is over.
+    The copy is made from page-locked memory, since from other memory the host would wait until the device comes to it.
+    torch does not reuse page-locked memory before the copy is over.
     """
     if device.type == "cpu" or x.layout is not torch.strided:
         return x.to(device)

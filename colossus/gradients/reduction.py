@@ -1,4 +1,4 @@
-"""Gradients summed over ranks while backward runs, and tied ones over the stages that share them."""
+"""Sums of gradients over ranks while backward runs, and of tied gradients over the stages that share them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ class ModelParts:
     """The model of a rank as a data-parallel strategy sees it.
 
     Attributes:
-        model: this rank's part of it.
-        parameters_by_stage: stage of this rank -> the parameters whose gradients are complete with it, in the order in
-            which stages are reduced: the same on all ranks that share them.
-        tied: the parameters that other pipeline ranks hold, too, each with all that do; the first of these counts it
-            in the gradient norm.
-        bucket_mb: how many MB of gradients one collective takes.
-        syncs_after: whether all replicas wait for each other after so many completed steps: because of an evaluation
-            or a checkpoint that is due, or since they are the last.
-        closing: what is undone when the engine is closed: hooks on its parameters, which would keep it in memory.
+        context: the ranks.
+        model: this rank's part of the model.
+        parameters_by_stage: stage of this rank -> the parameters whose gradients are complete after its last backward.
+            Stages are in the order of their reductions, which is the same on all ranks that share parameters.
+        tied: the parameters that several pipeline ranks hold, each with all of these; the first of them counts it in
+            the gradient norm.
+        bucket_mb: the MB of gradients that one collective sums.
+        syncs_after: returns whether all replicas wait for each other after a number of completed steps: an evaluation
+            or a checkpoint is due, or training ends.
+        closing: callbacks for when the engine is closed; they remove hooks on its parameters, which would keep it in
+            memory.
     """
 
     context: ParallelContext
@@ -42,7 +44,7 @@ class ModelParts:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """Tied parameters that another pipeline rank counts in the gradient norm."""
+        """The tied parameters that another pipeline rank counts in the gradient norm."""
         here = self.context.index("pipeline")
         return [param for param, ranks in self.tied if ranks[0] != here]
 
@@ -50,13 +52,15 @@ class ModelParts:
 class GradientReduction:
     """One all-reduce per bucket of gradients, started as soon as the last backward of the step has filled it.
 
-    Buckets start in the same order on all ranks, whatever order their gradients are made in (as in torch's DDP,
-    2006.15704). In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last
-    backward, `start`; then `finish` once, after which every gradient is the sum over ``axes``.
+    Buckets start in the same order on all ranks, whatever the order in which backward makes gradients (as in torch's
+    DDP, 2006.15704). In each step, for the stages of this rank in the order of their reductions, the caller calls
+    `prepare`, runs the stage's last backward, and calls `start`. After one `finish`, every gradient is the sum over
+    ``axes``.
 
     Args:
-        axes: over which gradients are summed at most: all of the context, or those inside of a replica.
-        sum_of: how a bucket is summed over its axes; by default by one all-reduce.
+        parts: the model of this rank.
+        axes: the axes over which gradients are summed, where they are partial: all, or those inside a replica.
+        sum_of: makes the sum of a bucket over its axes; by default one all-reduce.
     """
 
     def __init__(self, parts: ModelParts, axes: Sequence[str], sum_of: SumFactory | None = None) -> None:
@@ -76,13 +80,13 @@ class GradientReduction:
         }
         self._tied = TiedGradients(parts.tied, context)
         self._order = list(parts.parameters_by_stage)
-        #: the stage whose last backward has begun
-        self._armed: int | None = None
+        #: the stage whose last backward of the step runs
+        self._current: int | None = None
         #: number of stages whose buckets have all been started in this step
         self._num_started = 0
 
-    def arm(self, stage: int) -> None:
-        """The backward that follows is a stage's last of the step: reduce the buckets that it fills."""
+    def prepare(self, stage: int) -> None:
+        """Prepare for a stage's last backward of the step, which follows, to start the sum of each bucket it fills."""
         if any(param.requires_grad for param in self._frozen):
             raise ValueError(
                 "a parameter that was frozen when the engine was made is trainable now: its gradient would not be "
@@ -90,13 +94,13 @@ class GradientReduction:
                 "make a new engine"
             )
         self._buckets[stage].prepare()
-        self._armed = stage
+        self._current = stage
 
     def start(self, stage: int) -> None:
-        """Start the reductions of a stage that have not been started, without waiting for any."""
+        """Start the remaining sums of a stage, without waiting for any."""
         assert stage == self._order[self._num_started], "stages are reduced in their order"
         self._buckets[stage].start_rest()
-        self._armed = None
+        self._current = None
         self._num_started += 1
 
     def finish(self) -> None:
@@ -107,17 +111,18 @@ class GradientReduction:
         self._tied.sum()
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then
-        if self._armed is not None and self._armed == self._order[self._num_started]:
+        # a stage whose turn has not come leaves its gradients to `start_rest`
+        if self._current is not None and self._current == self._order[self._num_started]:
             with as_shards():
-                self._buckets[self._armed].take(param)
+                self._buckets[self._current].take(param)
 
 
 class TiedGradients:
-    """Sums the gradients of tied parameters over the pipeline ranks that hold them, after the sum over data ranks.
+    """The sums of the gradients of tied parameters over the pipeline ranks that share them.
 
     Args:
         tied: the tied parameters of this rank, each with the pipeline ranks that hold it; in the same order on all.
+        context: the ranks.
     """
 
     def __init__(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], context: ParallelContext) -> None:
@@ -131,7 +136,7 @@ class TiedGradients:
         ]
 
     def sum(self) -> None:
-        """Collective over the ranks that share parameters, once their own gradients are complete."""
+        """Sum the gradients, after their sums over data ranks. Collective over the ranks that share parameters."""
         for bucket in self._buckets:
             for param in bucket.params:
                 if param.grad is not None:

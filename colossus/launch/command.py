@@ -181,7 +181,8 @@ def _prepare_environment(local_ranks: int, nnodes: int) -> None:
 @contextmanager
 def contained(output: Path, *, with_errors: bool = False) -> Iterator[None]:
     """A launch inside of another command: what it and its ranks print goes to a new file, and the variables that it
-    sets for them (threads, say) are set back."""
+    sets for them (threads, say) are set back.
+    """
     descriptors = [1, 2] if with_errors else [1]
     kept, environment = [os.dup(each) for each in descriptors], dict(os.environ)
     _flush()

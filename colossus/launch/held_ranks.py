@@ -1,5 +1,6 @@
 """The ranks of a plan as processes that answer to this one. What ends this process (Ctrl-C, a closed pipe) ends them in
-no collective."""
+no collective.
+"""
 
 from __future__ import annotations
 

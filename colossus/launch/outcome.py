@@ -102,7 +102,8 @@ class Outcome(NodeEnd):
     @property
     def is_regrouped(self) -> bool:
         """Whether the ranks were stopped because other nodes are to take part, or this one goes on without one that
-        leaves, and none failed. One that is stopped before its first step has a record, and has not failed."""
+        leaves, and none failed. One that is stopped before its first step has a record, and has not failed.
+        """
         exits, causes = self.of_all_nodes()
         causes = [cause for cause in causes if not cause.is_of_start_up]
         ends: list[NodeEnd] = [self, *self.others]

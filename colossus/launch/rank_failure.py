@@ -151,7 +151,7 @@ def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
 
 
 def _recorder() -> Any:
-    """torch's flight recorder, where the ranks talk through NCCL."""
+    """Torch's flight recorder, where the ranks talk through NCCL."""
     recorder = sys.modules.get("colossus.comm.flight_recorder")  # not loaded: there is no NCCL
     return recorder if recorder is not None and recorder.is_recording() else None
 

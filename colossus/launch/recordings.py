@@ -21,7 +21,8 @@ _MOST_GROUPS = 4
 
 class _Begun(NamedTuple):
     """A collective that a rank has begun: its number in the group, ``all_reduce [3 float32]``, the line that wanted it,
-    and whether the host has seen its end."""
+    and whether the host has seen its end.
+    """
 
     number: int
     what: str

@@ -191,7 +191,8 @@ class Restarts:
 
 class Order(NamedTuple):
     """What a rank is told that is started again: the newest step that it may go on from (None: any), how many batches
-    it leaves out behind that (None: those up to that of the next step), and when that was decided."""
+    it leaves out behind that (None: those up to that of the next step), and when that was decided.
+    """
 
     until: int | None = None
     skip_batches: int | None = 0
@@ -208,7 +209,8 @@ def order_of_restart() -> Order | None:
 
 def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
     """In the first rank, before the first step and before rows of metrics are cut: if the launcher has started it again
-    after a failure, write down and print what that has cost."""
+    after a failure, write down and print what that has cost.
+    """
     text = os.environ.get(_RESTART)
     if text is None:
         return
@@ -223,7 +225,8 @@ def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) 
 
 def _cost(metrics: RunMetrics, completed_steps: int, started: float) -> dict[str, Any]:
     """The step behind which the run goes on; steps that were done and come again; seconds from where the attempt that
-    failed, which began at ``started``, had begun what comes again, until now."""
+    failed, which began at ``started``, had begun what comes again, until now.
+    """
     since, redone = started, 0
     for row in metrics.rows:
         if row["step"] <= completed_steps:

@@ -28,7 +28,8 @@ _RUN_FOLDER = "run-folder"
 
 class RunStart(NamedTuple):
     """The folder of a run that begins, its own until the ``locks`` are closed, and what the ranks load: "auto", the
-    latest checkpoint; a folder; None where they begin at the first step."""
+    latest checkpoint; a folder; None where they begin at the first step.
+    """
 
     folder: Path
     resume: str | None

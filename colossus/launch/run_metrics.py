@@ -48,7 +48,7 @@ class RunMetrics:
 
     @cached_property
     def numbers(self) -> dict[str, dict[int, float]]:
-        """key -> index of a row -> its number; keys in keys, and numbers of lists, are joined by points."""
+        """Key -> index of a row -> its number; keys in keys, and numbers of lists, are joined by points."""
         found: dict[str, dict[int, float]] = {}
         for at, row in enumerate(self.rows):
             for key, number in by_path(row, lists=True):

@@ -48,8 +48,8 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (consistency, "_samples", lambda batch: iter(())),
             (consistency.BatchCheck, "check", lambda self, total: None),
             (consistency.ProgramCheck, "check", lambda self, total: None),
-            (Bucket, "used_by_ranks", Bucket.used_here),
-            (RowGradients, "used_by_ranks", RowGradients.used_here),
+            (Bucket, "used_by_ranks", lambda self: [float(i in self._present) for i in range(len(self.params))]),
+            (RowGradients, "used_by_ranks", lambda self, flags: [float(used) for used in self._present]),
             (collectives, "_MESSAGES_BYTES", sys.maxsize),  # messages instead of a collective are for gloo only
             (shared_memory, "_open_channel", lambda group: None),  # lists all pairs of ranks, of which there are many
             (dist, "all_gather_object", _answer_as_self),

@@ -1,5 +1,6 @@
 """Tables of which each rank holds and updates rows of its own: rows are fetched from the ranks that own them, and their
-gradients summed there, in rounds of exchanges."""
+gradients summed there, in rounds of exchanges.
+"""
 
 from __future__ import annotations
 

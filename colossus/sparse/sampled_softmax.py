@@ -159,7 +159,8 @@ class SampledSoftmax(Layer):
 
     def _picks_tokens(self, device: torch.device) -> bool:
         """Whether tokens that do not count are not computed. How many do, the host has to wait for on an accelerator;
-        so it is where it waits for the number of distinct rows anyway."""
+        so it is where it waits for the number of distinct rows anyway.
+        """
         return device.type == "cpu" or self.sparse or row_source(self.weight) is not None
 
     def sample(self) -> LogUniformSample:
@@ -168,7 +169,7 @@ class SampledSoftmax(Layer):
         return sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes)
 
     def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
-        """x [t, features], labels [t] -> the losses [t]."""
+        """X [t, features], labels [t] -> the losses [t]."""
         drawn = self.sample()
         negatives = torch.from_numpy(drawn.classes).to(labels.device, non_blocking=True)
         count, classes = len(labels), torch.cat((labels, negatives))

@@ -1,5 +1,6 @@
 """A table of embeddings on a rank: lookups in it, the gradient that they leave, and how that is summed over the ranks
-that share the table, where each of them holds all of its rows (else `colossus.sparse.owners`)."""
+that share the table, where each of them holds all of its rows (else `colossus.sparse.owners`).
+"""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ class Table:
 
     def finish_sum(self) -> None:
         """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO; None where no
-        rank has used the table."""
+        rank has used the table.
+        """
         if self._sum is None:
             self.start_sum()
         assert self._sum is not None

@@ -16,7 +16,7 @@ from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values
-from colossus.rows.row_gradient import give_row_source
+from colossus.rows.row_gradient import set_row_source
 from colossus.rows.row_rules import Features
 from colossus.sparse.choice import Survey, TableFacts
 from colossus.sparse.owners import Level, Owners, Placement, RowExchange
@@ -148,7 +148,7 @@ class Tables:
                 way = self._way(weight, spec, *self._plans[spec.name])
                 table = Table(weight, way, self._features(spec))
                 self._tables[id(weight)] = table
-                give_row_source(weight, table)
+                set_row_source(weight, table)
                 if isinstance(way, Owners):
                     hide_values(weight, OWNED)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -185,14 +185,16 @@ class Tables:
 
     def start_sums(self, params: Iterable[nn.Parameter]) -> None:
         """The gradients of those of these parameters that are tables are complete on this rank. Collective: all ranks
-        that share tables have them in the same order."""
+        that share tables have them in the same order.
+        """
         for param in params:
             if (table := self.of(param)) is not None:
                 table.start_sum()
 
     def finish_sums(self) -> None:
         """Let ``param.grad`` of each table be the sum over ranks of the rows that this one stores, as coalesced COO;
-        None where no rank has used it."""
+        None where no rank has used it.
+        """
         for table in self:
             table.finish_sum()
 

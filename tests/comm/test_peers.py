@@ -127,7 +127,7 @@ def _early_end(context: ParallelContext) -> int:
         links.close()
         return 0
     total = sum(int(links.receive(0, 1, number).data[0]) for number in range(20))
-    assert links._lost.keys() == links._left
+    assert links._lost.keys() == links._departed
     links.close()
     return total
 

@@ -99,7 +99,7 @@ class Reentrant(Twice):
 
 def test_a_gradient_that_comes_after_its_sum_has_begun_is_told() -> None:
     factory = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reentrant(lambda: nn.Linear(WIDTH, WIDTH)))  # noqa: E731
-    with pytest.raises(RankError, match="came in several parts, and the sum over ranks had begun after the first"):
+    with pytest.raises(RankError, match="came in several parts, and its sum over ranks had begun after the first"):
         run_ranks(2, train, factory, dict(data=2), dict(microbatches=1), 1e-4, with_context=False, timeout=30)
 
 

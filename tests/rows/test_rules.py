@@ -164,7 +164,7 @@ def test_rows_that_are_not_touched_do_not_change(name: str, touched: set[int]) -
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
-    [("sgd", dict(weight_decay=0.1), "takes none"), ("adam", dict(amsgrad=True), "amsgrad")],
+    [("sgd", dict(weight_decay=0.1), "takes no weight decay"), ("adam", dict(amsgrad=True), "amsgrad")],
 )
 def test_what_needs_all_rows_is_refused(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,5 +1,6 @@
 """Gossip with the peers of a graph after each step: Stochastic Gradient Push (1811.10792; with overlap OSGP), and
-D-PSGD (1705.09056)."""
+D-PSGD (1705.09056).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class GraphStrategy(PerReplica):
         assert links is not None
         for index in range(links.group.size):
             if index != links.group.index and (reason := links.lost(index)) is not None:
-                if links.has_left(index):
+                if links.has_departed(index):
                     raise RuntimeError(
                         f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
                         f"failed, or, in a loop of your own, did not come to a sync point that this one waits in: all "
@@ -125,7 +126,7 @@ class Gossip(GraphStrategy):
 
     @property
     def weight(self) -> float:
-        """w."""
+        """W."""
         return self.push_sum.weight
 
     # -- mixing -------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class Gossip(GraphStrategy):
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
-        """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
+        """X and w become what this replica keeps of them and what is due after step ``step``; z follows."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         self.push_sum.mix(self.graph.at(step).keeps(self._data_group.index), due)
         for message in due:
@@ -164,7 +165,8 @@ class Gossip(GraphStrategy):
 
     def _answer_stop(self) -> None:
         """Whoever requests a stop sends nothing until all have said after which step they can: this replica hears of it
-        in the next step, on an accelerator in the one after that."""
+        in the next step, on an accelerator in the one after that.
+        """
         assert self.stop_agreement is not None
         self.stop_agreement.answer(self._completed + 3)
 

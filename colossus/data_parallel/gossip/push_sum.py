@@ -93,7 +93,7 @@ class PushSum:
 
     @torch.no_grad()
     def mix(self, kept: float, messages: Sequence[InFlight]) -> None:
-        """x <- kept x + the others' shares, w likewise; then z = x / w."""
+        """X <- kept x + the others' shares, w likewise; then z = x / w."""
         x = self.params if self.x is None else self.vector.parts(self.x)
         if len(messages) == 1 and kept + messages[0].share == 1.0:  # in one pass
             torch._foreach_lerp_(x, self._operands(messages[0]), messages[0].share)
@@ -108,7 +108,7 @@ class PushSum:
 
     @torch.no_grad()
     def debias(self) -> None:
-        """z = x / w."""
+        """Z = x / w."""
         if self.x is None:
             if self.weight == 1.0:
                 return
@@ -123,7 +123,7 @@ class PushSum:
 
     @torch.no_grad()
     def total(self, messages: Sequence[InFlight]) -> tuple[list[Tensor], float]:
-        """x by parameter and w, with what is added to them, which changes nothing. Of no use after the next `mix`."""
+        """X by parameter and w, with what is added to them, which changes nothing. Of no use after the next `mix`."""
         if self.x is None and not messages:
             return self.params, self.weight
         total = self.vector.empty()

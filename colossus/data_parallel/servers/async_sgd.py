@@ -134,7 +134,8 @@ class AsyncServer(PerReplica):
 
 class AsyncSGD(AsyncServer):
     """A worker pulls, and pushes its gradient, divided by its own tokens and clipped by its own norm; the servers apply
-    it at once with the learning rate of the worker's step (Dean et al., NIPS 2012, with n = m = 1)."""
+    it at once with the learning rate of the worker's step (Dean et al., NIPS 2012, with n = m = 1).
+    """
 
     #: what a worker has of the parameters is what it has pulled
     own_parameters = False

@@ -14,8 +14,7 @@ from colossus.server.rpc_client import RpcClient
 
 
 class ServerConnection:
-    """
-    Args:
+    """Args:
         own: servers that this rank has started.
         timeout_seconds: for which calls under way, and other ranks, are waited for at the end.
 

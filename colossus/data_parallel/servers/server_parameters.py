@@ -117,7 +117,8 @@ class ServerParameters:
     @torch.no_grad()
     def place(self) -> None:
         """Let the servers have what the first replica has, unless they do: parameters, and the state of the optimizer,
-        which is theirs from then on. Collective over all ranks."""
+        which is theirs from then on. Collective over all ranks.
+        """
         if self.is_placed:
             return
         self.wait_for_pushes()
@@ -203,7 +204,8 @@ class ServerParameters:
     @torch.no_grad()
     def whole(self, pull: Pull) -> list[Tensor]:
         """What was pulled as tensors of the shape of each parameter; the rest is as it is here. Collective in a
-        replica."""
+        replica.
+        """
         found = {id(param): param.detach().clone() for param in self._params}
         for shard, value in pull.wait():
             shard.local(found[id(shard.param)]).copy_(value, non_blocking=True)
@@ -230,7 +232,8 @@ class ServerParameters:
 
     def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
         """One update by the sums, times ``scale`` (None: none, they are forgotten), elements clipped to ``clip_value``
-        after that, and what it makes of the values, but for the tables of which steps pull rows."""
+        after that, and what it makes of the values, but for the tables of which steps pull rows.
+        """
         assert self._optimizer is not None
         shards = [shard for shard in self.shards if shard.name not in self._by_rows]
         values = [shard.local() if shard.local().device.type == "cpu" else shard.host_memory() for shard in shards]

@@ -79,7 +79,8 @@ class RowLayout:
 @dataclass(frozen=True)
 class Dtypes:
     """Of a parameter: while it is gathered, and as it travels there; in which its gradients are accumulated, and summed
-    over ranks; of the rows that the optimizer updates."""
+    over ranks; of the rows that the optimizer updates.
+    """
 
     computed: torch.dtype
     gradient: torch.dtype

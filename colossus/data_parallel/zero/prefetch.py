@@ -113,7 +113,8 @@ class BlockRuns:
 
 class ModuleHook:
     """A hook of ZeRO on a user's module. A copy of the module has it, too, and so is refused when it is called: its
-    parameters are rows that nothing gathers. A pickle is refused."""
+    parameters are rows that nothing gathers. A pickle is refused.
+    """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self._module, self._function = module, function
@@ -139,7 +140,6 @@ def _refusal(what: str) -> str:
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
     """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
-
     #: of the last forward: what stands for it, whether the gradients of its inputs tell that its backward is over, and
     #: the number of the first node that it makes
     call, is_left_by_input, first_node = object(), False, 0
@@ -180,7 +180,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
     """Return what made the tensors of a nest (on one device), whatever types these are, and what these are views of: an
-    in-place function that follows takes the view's own node out of the graph."""
+    in-place function that follows takes the view's own node out of the graph.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
         made = [*found, *(tensor._base for tensor in found if tensor._base is not None)]

@@ -1,4 +1,4 @@
-"""The gradients of parameters of which a rank stores some rows: each rank gets the sum of its rows."""
+"""The gradients of parameters whose rows are stored over ranks: each rank gets the sums of its rows."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class RowGradients:
     """The gradients of `FlatRows`, reduced in one collective.
 
     Attributes:
-        flat, params: whose gradients they are.
-        summed: what has the sum of a parameter's gradients over the group: the stored parameter, or, where that is on
-            the host, a stand-in without memory on the device.
+        flat: the rows.
+        params: their parameters.
+        summed: parameter -> the one whose ``grad`` is the sum over the group: the stored parameter, or, where that is
+            on the host, a stand-in without memory on the device.
+        are_freed: whether a whole gradient is freed as soon as its reduction has started.
     """
 
     def __init__(self, flat: FlatRows) -> None:
         self.flat, self.params = flat, flat.params
         self.summed = {param: self._stand_in(param) for param in self.params} if flat.offload else flat.stored
-        #: the sums so far of this rank's rows, and which parameters any rank has used
+        #: the sums so far of this rank's rows, and whether any rank has used each parameter
         self._sums: Tensor | None = None
         self._is_used = [False] * len(self.params)
-        #: of the reduction under way: which parameters this rank has used
+        #: whether this rank has used each parameter in the reduction under way
         self._present: list[bool] = []
         self._reduction: Pending | None = None
-        #: of all numbers that this rank has put into the reductions of a step
-        #: whether a whole gradient is freed when its reduction has started
         self.are_freed = flat.stage > 1
 
     def _stand_in(self, param: nn.Parameter) -> nn.Parameter:
@@ -40,7 +40,7 @@ class RowGradients:
         return attach(nn.Parameter(empty, requires_grad=stored.requires_grad), spec_of(stored))
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before; what a user has frozen since gets none."""
+        """Drop the gradients of the step before, and freeze what a user has frozen since."""
         self._sums = None
         self._is_used = [False] * len(self.params)
         for param in self.params:
@@ -48,15 +48,16 @@ class RowGradients:
             if param.requires_grad != stored.requires_grad:
                 param.requires_grad = stored.requires_grad
             if stored._backward_hooks is not param._backward_hooks and stored._backward_hooks:
-                param._backward_hooks = stored._backward_hooks  # registered between steps, on what modules hold then
+                # between steps modules have the stored parameters, on which users register hooks
+                param._backward_hooks = stored._backward_hooks
             param.grad = self.summed[param].grad = stored.grad = None
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to sum the whole gradients over the group, each rank its rows, which are added to those it has."""
+        """Start to sum the whole gradients over the group; each rank adds the sums of its rows to those so far."""
         flat = self.flat
         self._present = [param.grad is not None for param in self.params]
-        # behind the gradients one flag for each parameter: how many ranks used it
+        # the gradients are followed by one flag for each parameter, whose sum is the number of ranks that used it
         size = flat.layout.size + len(self.params)
         flat.group.program.note(flat.subject)
         self._reduction = uneven.reduce_scatter_filled(
@@ -95,8 +96,8 @@ class RowGradients:
         if self._sums is None:
             self._sums = (rows[0] if len(rows) == 1 else torch.add(rows[0], rows[1])).to(self.flat.dtypes.gradient)
             rows = rows[2:]
-        for one in rows:
-            self._sums.add_(one)
+        for addend in rows:
+            self._sums.add_(addend)
         if all(self._present):
             self._is_used = [True] * len(self.params)
         else:
@@ -104,12 +105,8 @@ class RowGradients:
             self._is_used = [used or flag != 0 for used, flag in zip(self._is_used, flags, strict=True)]
 
     def used_by_ranks(self, flags: list[Tensor]) -> list[float]:
-        """Of each parameter, how many ranks used it: read of the flags, whose sum that is."""
+        """Return for each parameter the number of ranks that used it, the sum of the flags."""
         return torch.stack(flags).sum(0).tolist()
-
-    def used_here(self, flags: list[Tensor]) -> list[float]:
-        """Of each parameter, 1 where this rank used it, else 0."""
-        return [float(is_present) for is_present in self._present]
 
     def wait(self) -> None:
         """Wait for the sums that `start` has started, if any."""
@@ -123,7 +120,7 @@ class RowGradients:
             param.grad = None
 
     def give_sums(self) -> None:
-        """The sums of a step to the parameters; one that no rank of the group used has none."""
+        """Set the ``grad`` of each parameter to its sum; one that no rank of the group used gets none."""
         begin = 0
         for param, used in zip(self.params, self._is_used, strict=True):
             summed = self.summed[param]
@@ -135,7 +132,7 @@ class RowGradients:
         self._sums = None
 
     def give_whole(self) -> None:
-        """On a rank that stores all rows: whole gradients are those of the stored parameters."""
+        """Set the ``grad`` of stored parameters to the whole gradients, on a rank that stores all rows."""
         assert self.flat.group.size == 1
         for param in self.params:
             stored = self.flat.stored[param]
@@ -144,17 +141,17 @@ class RowGradients:
                 run_grad_hooks(stored)
 
     def send_to_host(self) -> list[nn.Parameter]:
-        """Offloaded rows get their gradients from their stand-ins.
+        """Start to copy the gradients of offloaded rows from their stand-ins to the host.
 
         Returns:
-            Those that do. Their values are there once the device has been waited for.
+            The stored parameters that get one. Its values are there once the caller has waited for the device.
         """
-        taking = []
+        copied = []
         for param, summed in self.summed.items():
             stored = self.flat.stored[param]
             if stored is not summed and summed.grad is not None:
                 stored.grad = torch.empty_like(stored, pin_memory=stored.device != summed.device)
                 stored.grad.copy_(summed.grad, non_blocking=True)
                 summed.grad = None
-                taking.append(stored)
-        return taking
+                copied.append(stored)
+        return copied

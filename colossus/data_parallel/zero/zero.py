@@ -118,7 +118,7 @@ class Zero(Strategy):
         self._complete.clear()
         self._num_started, self._num_stages = dict.fromkeys(self._order, 0), 0
         for stage in self._order:
-            self._rest.arm(stage)
+            self._rest.prepare(stage)
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
