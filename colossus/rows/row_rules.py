@@ -245,7 +245,8 @@ class Adam(Rule):
             # torch's fused kernel is about ten times as fast as its formula, operation by operation
             torch._fused_adam_(
                 [table], [touched.rows.contiguous()], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-                [torch.tensor(step)], lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+                [torch.tensor(step)], lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False,
+                maximize=False,
             )  # fmt: skip
             return
         mean = _take(state["exp_avg"], touched.ids).lerp_(touched.rows, 1 - beta1)

@@ -1,1 +1,1 @@
-"""Pipeline schedules as lists of actions: building, checking, simulating, drawing and running them; model partition."""
+"""Pipeline schedules as lists of actions, which are built, checked, simulated, drawn and run; partitions of models."""

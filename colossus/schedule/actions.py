@@ -1,7 +1,4 @@
-"""The actions a schedule is made of, and what follows from them alone: what each needs, where it runs, what it holds.
-
-No torch.
-"""
+"""The actions of a schedule, their dependencies, the ranks of their stages and the activations in flight. No torch."""
 
 from __future__ import annotations
 
@@ -46,18 +43,18 @@ _COMPUTES = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does.
+    """One action of a rank.
 
     Attributes:
-        kind: ``forward`` of one microbatch on one stage. ``backward`` is the full backward of the same, which may be
-            split in two: ``backward_input`` (dgrad) makes the gradient of the stage's input, which the stage before
-            waits for, and ``backward_weight`` (wgrad), later, those of its parameters. ``send_activation`` of a stage's
-            output and ``receive_activation`` of its input, ``send_gradient`` of its input's gradient and
-            ``receive_gradient`` of its output's. ``reduce``: no more gradients come for the stage, so their reduction
-            may finish. ``step``: the rank has no more to do in this step.
+        kind: ``forward`` runs one microbatch on one stage, and ``backward`` is its full backward. A backward may be
+            split in two: ``backward_input`` (dgrad) makes the gradient of the stage's input, for which the stage before
+            waits, and ``backward_weight`` (wgrad) makes those of its parameters later. ``send_activation`` sends a
+            stage's output, ``receive_activation`` receives its input, ``send_gradient`` sends its input's gradient and
+            ``receive_gradient`` receives its output's. ``reduce`` says that the stage's gradients are complete, so that
+            their reduction may finish. ``step`` ends the rank's step.
         stage: one of the rank's stages. Unused by ``step``.
-        microbatch: which microbatch of the step. Unused by ``reduce`` and ``step``.
-        peer: the stage at the other end of a transfer; None for everything else.
+        microbatch: the number of the microbatch in the step. Unused by ``reduce`` and ``step``.
+        peer: the stage at the other end of a transfer; None for all other kinds.
     """
 
     kind: Kind
@@ -66,13 +63,13 @@ class Action:
     peer: int | None = None
 
     def mirror(self) -> Action:
-        """The same transfer as the rank at its other end has it."""
+        """Return the action of the rank at the other end of this transfer."""
         assert self.peer is not None
         return Action(_MIRROR[self.kind], self.peer, self.microbatch, self.stage)
 
     @property
     def message(self) -> str:
-        """What a transfer carries, in the same words at both ends."""
+        """The name of the value that a transfer carries, the same at both ends."""
         ends = (self.stage, self.peer) if self.kind in SENDS else (self.peer, self.stage)
         what = self.kind.rpartition("_")[2]
         return f"{what} of microbatch {self.microbatch} from stage {ends[0]} to stage {ends[1]}"
@@ -88,10 +85,10 @@ Actions = list[list[Action]]
 
 
 def needs(action: Action, last_stage: int) -> Iterator[Action]:
-    """The compute actions, of any rank, that must be done before a compute action or a send.
+    """Yield the compute actions, of any rank, that must be done before a compute action or a send.
 
-    This is the one answer to that question. The gradient of a stage's input is named as ``backward``, though the list
-    may split it; see `made_by`. Other actions need nothing: a need on another rank is met by its transfer.
+    The action that makes the gradient of a stage's input is always called ``backward``, also where the list splits it
+    (see `made_by`). Actions of other kinds need nothing.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == "forward":
@@ -108,28 +105,28 @@ def needs(action: Action, last_stage: int) -> Iterator[Action]:
 
 
 def made_by(action: Action) -> Action:
-    """A compute action as `needs` names it: ``backward_input`` makes what ``backward`` is needed for."""
+    """Return a compute action under the name that `needs` gives it: ``backward`` for a ``backward_input``."""
     return Action("backward", action.stage, action.microbatch) if action.kind == "backward_input" else action
 
 
 def placement(actions: Actions) -> dict[int, int]:
-    """Stage -> the rank that computes it; the lowest one where several do, which the checker refuses."""
-    found: dict[int, int] = {}
+    """Return the rank that computes each stage; where several do, which `check` refuses, the lowest."""
+    rank_of: dict[int, int] = {}
     for rank, own in enumerate(actions):
         for action in own:
             if action.kind in COMPUTE:
-                found.setdefault(action.stage, rank)
-    return found
+                rank_of.setdefault(action.stage, rank)
+    return rank_of
 
 
 def in_flight(own: Sequence[Action]) -> list[int]:
-    """After each action of a rank, the number of activations it holds.
+    """Return the number of activations that a rank stores after each of its actions.
 
-    One for each (stage, microbatch) of the rank from its forward to its backward: to ``backward_weight``, where the
-    backward is split.
+    A rank stores one for each (stage, microbatch) from its forward to its backward, or to its ``backward_weight`` where
+    the backward is split.
     """
-    held, out = 0, []
+    count, out = 0, []
     for action in own:
-        held += (action.kind == "forward") - (action.kind in LAST_USE)
-        out.append(held)
+        count += (action.kind == "forward") - (action.kind in LAST_USE)
+        out.append(count)
     return out

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline runs: equal in parameters, or as stated. No torch."""
+"""The blocks that each stage of a pipeline runs, by equal numbers of parameters or as the config says. No torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ Split = str | Sequence[int]
 
 
 def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Bounds of the stages, as ``parallel.pipeline.split`` says: stage s runs ``bounds[s]`` to ``bounds[s + 1] - 1``.
+    """Return the bounds of the stages: stage s runs the blocks ``bounds[s]`` to ``bounds[s + 1] - 1``.
 
     Args:
-        names: of the blocks of the model.
-        elements: number of elements of the parameters of each block.
+        split: ``parallel.pipeline.split`` of the config.
+        names: the names of the model's blocks.
+        elements: the number of elements of the parameters of each block.
+        num_stages: the number of stages.
 
     Raises:
-        ValueError: for more stages than blocks, and a split that fits neither the model nor the number of stages.
+        ValueError: there are more stages than blocks, or the split does not fit the model or the number of stages.
     """
     if num_stages > len(names):
         raise ValueError(
@@ -31,8 +33,8 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
         return _stated_bounds(split, names, num_stages)
     if split == "time":
         raise ValueError(
-            "split = 'time': `colossus launch` predicts how long blocks take and gives the number of blocks of each "
-            "stage; where it does not, give them, as `colossus launch --dry-run` prints them"
+            "split = 'time': only `colossus launch` predicts how long blocks take and sets the number of blocks of "
+            "each stage; without it, set the numbers that `colossus launch --dry-run` prints"
         )
     if split != "parameters":
         raise ValueError(f"split = {split!r}: use 'parameters', or the number of blocks of each stage")
@@ -41,17 +43,18 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
 
 @lru_cache(maxsize=256)
 def split_chain(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    """Bounds of stages of contiguous blocks whose costs are as equal as they can be, with at least one block each.
+    """Return the bounds of stages of contiguous blocks whose costs are as equal as possible.
 
-    Of all splits the one whose largest stage cost is smallest; among those, the one with the smallest sum of squared
-    costs; among those, the one with the smallest sum of squared numbers of blocks. It is found exactly, by dynamic
-    programming, in about ``num_stages * num_blocks ** 2 / 2`` steps.
+    Each stage has at least one block. The result is the split whose largest stage cost is smallest; among those, the
+    one with the smallest sum of squared costs; among those, the one with the smallest sum of squared numbers of blocks.
+    Dynamic programming finds it exactly, in about ``num_stages * num_blocks ** 2 / 2`` steps.
 
     Costs are compared per stage. Where a rank has several stages, as in interleaved schedules, another split may make
     the sum of a rank's stages smaller; but a pipeline in its steady state waits for its slowest stage.
 
     Args:
-        costs: of each block, at least 0; of at least as many blocks as stages.
+        costs: the cost of each block, at least 0.
+        num_stages: the number of stages, at most that of blocks.
     """
     num_blocks = len(costs)
     assert 1 <= num_stages <= num_blocks
@@ -96,7 +99,7 @@ def _stated_bounds(counts: Sequence[int], names: Sequence[str], num_stages: int)
 
 
 def name_ranges(names: Sequence[str]) -> str:
-    """``embedding, blocks.0 to blocks.3, head``: consecutive numbers are written as a range."""
+    """Return names as text, consecutive numbers as a range: ``embedding, blocks.0 to blocks.3, head``."""
     ranges: list[tuple[str, str]] = []
     for name in names:
         stem, _, number = name.rpartition(".")

@@ -1,10 +1,11 @@
-"""A schedule by its name: its compute actions, checked, and all that follows from them put in. No torch.
+"""The construction of a schedule: its compute actions are checked, and transfers and reductions are added. No torch.
 
-Schedules say what is computed, in which order; transfers, reductions and the step are derived here, and nowhere else.
+A schedule gives the compute actions of each rank in order. Transfers, reductions and the step are derived here, and
+nowhere else.
 
-Sends that block are safe when all ranks agree on one order of everything that happens, a transfer being one event for
-its two ranks: whichever event is the next in that order, both its ranks have come to it. Playing the compute actions
-gives each a time, a transfer gets the time at which its value is made, and sorting by time is such an order.
+Blocking sends cannot deadlock if all ranks follow one common order of all events, in which a transfer is one event of
+its two ranks: then both ranks of the next event have come to it. Playing the compute actions gives each one a time. A
+transfer gets the time at which its value is made. Sorting by time gives such an order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from colossus.schedule.actions import LAST_USE, Action, Actions, Kind, made_by, 
 from colossus.schedule.check import check
 from colossus.schedule.simulate import play
 
-#: (stages, microbatches, **options of the schedule) -> the most activations that each rank may hold
+#: a function of (stages, microbatches, **options) that returns the most activations that each rank may store
 Bound = Callable[..., list[int]]
 ScheduleFunction = TypeVar("ScheduleFunction", bound=Callable[..., object])
 
@@ -27,15 +28,17 @@ _TIMES = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weig
 
 
 def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches: int, /, **options: Any) -> Actions:
-    """The lists of actions of every rank.
+    """Return the list of actions of every rank.
 
     Args:
-        kind: a registered name, or a function (stages, microbatches, **options) -> for each rank its compute actions.
-        stages: number of ranks of the pipeline.
+        kind: a registered name, or a function (stages, microbatches, **options) that returns the compute actions of
+            each rank.
+        stages: the number of ranks of the pipeline.
+        microbatches: the number of microbatches of a step.
         options: further arguments of the schedule, such as ``chunks``.
 
     Raises:
-        ValueError: when no schedule has the name, or when it is wrong (see `check`).
+        ValueError: no schedule has the name, or the schedule is wrong (see `check`).
     """
     require_counts(stages=stages, microbatches=microbatches)
     schedule = SCHEDULES.get(kind) if isinstance(kind, str) else kind
@@ -48,8 +51,8 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
     lists = schedule(stages, microbatches, **options)
     bound: Bound | None = getattr(schedule, "in_flight", None)
     is_list = isinstance(lists, list | tuple) and all(isinstance(own, list | tuple) for own in lists)
-    if not is_list or len(lists) != stages or not all(isinstance(each, Action) for own in lists for each in own):
-        raise ValueError(f"schedule {name} must give a list of Action(kind, stage, microbatch) for each rank")
+    if not is_list or len(lists) != stages or not all(isinstance(action, Action) for own in lists for action in own):
+        raise ValueError(f"schedule {name} must return a list of Action(kind, stage, microbatch) for each rank")
     compute = [list(own) for own in lists]
     try:
         check(compute, microbatches, bound(stages, microbatches, **options) if bound else None)
@@ -61,20 +64,16 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
 
 
 def require_counts(**counts: int) -> None:
-    """Each is a whole number of at least 1.
-
-    Raises:
-        ValueError: naming the first that is not.
-    """
+    """Raise ValueError unless each argument is a whole number of at least 1; the error names the first that is not."""
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def bounded(bound: Bound) -> Callable[[ScheduleFunction], ScheduleFunction]:
-    """Decorator of a schedule: it is refused if a rank holds more activations than ``bound`` says.
+    """Decorate a schedule with the most activations that its ranks may store; `check` refuses a list that stores more.
 
-    ``bound`` takes the same arguments as the schedule and gives a number for each rank.
+    ``bound`` takes the same arguments as the schedule and returns a number for each rank.
     """
 
     def attach(schedule: ScheduleFunction) -> ScheduleFunction:
@@ -85,16 +84,16 @@ def bounded(bound: Bound) -> Callable[[ScheduleFunction], ScheduleFunction]:
 
 
 def complete(actions: Actions) -> Actions:
-    """Lists of compute actions that `check` has passed, with transfers, reductions and the step.
+    """Add transfers, reductions and the step to lists of compute actions that `check` has passed.
 
-    A stage's gradients are reduced as soon as they are complete, to overlap with what follows.
+    A stage's gradients are reduced as soon as they are complete, to overlap with the actions that follow.
     """
     rank_of = placement(actions)
     spans = play(actions, lambda action: _TIMES[action.kind])
     made_at = {made_by(span.action): span.end for own in spans for span in own}
-    # by rank, actions and their places in the common order: (time, whether it is of this rank alone, ...), so that
-    # transfers come before compute actions that start at the same time; of transfers, (whether the boundary between the
-    # stages is odd, boundary, whether it is a gradient, microbatch), so that neighbouring ones form no chain
+    # for each rank, its actions with their places in the common order: (time, whether it computes, ...), so that
+    # transfers come before compute actions that start at the same time. For transfers (whether the boundary between the
+    # stages is odd, boundary, whether it is a gradient, microbatch) follows, so that neighbouring ones form no chain
     events: list[list[tuple[tuple[float, bool, bool, int, bool, int], Action]]] = [[] for _ in actions]
     for rank, own in enumerate(spans):
         last_of_stage = {span.action.stage: index for index, span in enumerate(own) if span.action.kind in LAST_USE}

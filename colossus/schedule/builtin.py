@@ -1,4 +1,8 @@
-"""The schedules, registered by name: functions (stages, microbatches, ...) -> compute actions of each rank."""
+"""The built-in schedules: registered functions of (stages, microbatches, ...) that return each rank's compute actions.
+
+GPipe is 1811.06965, 1F1B is PipeDream-Flush (2006.09503), interleaved 1F1B is Megatron-LM's (2104.04473), and ZB-H1 and
+ZB-V are zero-bubble schedules (2401.10241, 2405.15362).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from colossus.schedule.build import bounded, require_counts
 @SCHEDULES.register("gpipe")
 @bounded(lambda stages, microbatches: [microbatches] * stages)
 def gpipe(stages: int, microbatches: int) -> Actions:
-    """Rank r has stage r."""
+    """Run all forwards, then all backwards. Rank r has stage r."""
     return [
         [
             *(Action("forward", stage, index) for index in range(microbatches)),
@@ -26,7 +30,7 @@ def gpipe(stages: int, microbatches: int) -> Actions:
 @SCHEDULES.register("1f1b")
 @bounded(lambda stages, microbatches: [min(stages - stage, microbatches) for stage in range(stages)])
 def one_f_one_b(stages: int, microbatches: int) -> Actions:
-    """Rank r has stage r."""
+    """Alternate forwards and backwards after a warm-up. Rank r has stage r."""
     out: Actions = []
     for stage in range(stages):
         warm_up = min(stages - stage - 1, microbatches)
@@ -40,7 +44,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Actions:
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """The microbatches of each group, the larger groups first."""
+    """Return the microbatches of each group, the larger groups first."""
     count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)
     starts = [number * size + min(number, larger) for number in range(count + 1)]
@@ -48,7 +52,7 @@ def _groups(stages: int, microbatches: int) -> list[range]:
 
 
 def _warm_up(stages: int, microbatches: int, chunks: int, rank: int) -> int:
-    """Forwards before the first backward: a group's on all chunks but one, and two for each rank that follows."""
+    """Return the forwards before the first backward: a group's on all chunks but one, and two per rank that follows."""
     group = len(_groups(stages, microbatches)[0])
     return min(2 * (stages - rank - 1) + (chunks - 1) * group, microbatches * chunks)
 
@@ -62,10 +66,10 @@ def _bound(stages: int, microbatches: int, chunks: int = 2) -> list[int]:
 @SCHEDULES.register("interleaved")
 @bounded(_bound)
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Actions:
-    """Rank r has the stages r, r + ``stages``, r + 2 ``stages``, ...: ``chunks`` of them.
+    """Alternate forwards and backwards of several stages. Rank r has the ``chunks`` stages r, r + ``stages``, ...
 
     Raises:
-        ValueError: when ``chunks`` is not a whole number of at least 1.
+        ValueError: ``chunks`` is not a whole number of at least 1.
     """
     require_counts(chunks=chunks)
     if stages == 1 or chunks == 1:
@@ -86,7 +90,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Actions:
 @SCHEDULES.register("zb-h1")
 @bounded(lambda stages, microbatches: [min(stages, microbatches)] * stages)
 def zb_h1(stages: int, microbatches: int) -> Actions:
-    """Rank r has stage r."""
+    """Fill the bubble of 1F1B with wgrads, at the memory of 1F1B's first rank. Rank r has stage r."""
     if stages == 1:
         return one_f_one_b(stages, microbatches)
     out: Actions = []
@@ -110,7 +114,7 @@ _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward_input", "W": "backward
 @SCHEDULES.register("zb-v")
 @bounded(lambda stages, microbatches: [min(2 * stages, 2 * microbatches) if stages > 1 else 1] * stages)
 def zb_v(stages: int, microbatches: int) -> Actions:
-    """Rank r has the stages r and 2 ``stages`` - 1 - r."""
+    """Pass down all ranks and up again, with wgrads in bubbles. Rank r has the stages r and 2 ``stages`` - 1 - r."""
     if stages == 1:
         return one_f_one_b(stages, microbatches)
     out: Actions = []
@@ -126,10 +130,10 @@ def zb_v(stages: int, microbatches: int) -> Actions:
 
 
 def _order(stages: int, rank: int, microbatches: int) -> list[str]:
-    """What a rank does in turn: F, B (dgrad) or W (wgrad), of its stage on the way down (d) or up (u).
+    """Return a rank's actions in order: F, B (dgrad) or W (wgrad) of its stage on the way down (d) or up (u).
 
     Args:
-        microbatches: at least 2 ``stages`` - 1; a caller with fewer leaves out those it does not have.
+        microbatches: at least 2 ``stages`` - 1; a caller with fewer drops the actions of those that it lacks.
     """
     behind = stages - rank
     down, up = ["Fd", "Bd", "Wd"], ["Fu", "Bu", "Wu"]
@@ -138,7 +142,7 @@ def _order(stages: int, rank: int, microbatches: int) -> list[str]:
         *["Fu", "Fd"] * rank,  # until its gradient is there
         *up * behind,  # until its gradient has come up to the last stage down
         *(down + up) * (microbatches - 2 * stages + rank + 1),
-        *["Bd", "Wd", *up] * (behind - 1),  # no new microbatch is left
+        *["Bd", "Wd", *up] * (behind - 1),  # all microbatches have begun
         *["Bd", "Bu"] * rank,
         *["Bd", "Wd"] * behind,
         *["Wu"] * rank,

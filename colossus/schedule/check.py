@@ -1,4 +1,4 @@
-"""Is a schedule right? Complete and within its memory: counted. In order and without deadlock: played. No torch."""
+"""The check of a schedule: that it is complete, in order, free of deadlock and within its memory. No torch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from colossus.schedule.simulate import Deadlock, play
 
 
 def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = None) -> None:
-    """Refuse compute actions that would compute the wrong thing, wait for ever, or hold too much.
+    """Raise ValueError unless the compute actions are complete, can run in their order, and fit in the memory bound.
+
+    The error names the first bad action, its rank, its index in the rank's list, and what to do.
 
     Args:
-        bound: the most activations that each rank may hold (see `in_flight`); None sets no bound.
-
-    Raises:
-        ValueError: naming the first bad action, its rank, its index in the rank's list, and what to do.
+        actions: the compute actions of each rank.
+        microbatches: the number of microbatches of a step.
+        bound: the most activations that each rank may store (see `in_flight`); None sets no bound.
     """
     _require_complete(actions, microbatches)
     try:
         play(actions, lambda action: 0.0)
     except Deadlock as deadlock:
         raise ValueError(_explain(actions, deadlock.waiting_at)) from None
-    for rank, most in enumerate(bound or ()):
-        for index, held in enumerate(in_flight(actions[rank])):
-            if held > most:
+    for rank, limit in enumerate(bound or ()):
+        for index, count in enumerate(in_flight(actions[rank])):
+            if count > limit:
                 raise ValueError(
-                    f"{_where(rank, index, actions[rank][index])} makes {held} activations in flight, and the schedule "
-                    f"promises at most {most}; put a backward before it"
+                    f"{_where(rank, index, actions[rank][index])} makes {count} activations in flight, and the "
+                    f"schedule promises at most {limit}; put a backward before it"
                 )
 
 
 def _require_complete(actions: Actions, microbatches: int) -> None:
-    """Each microbatch passes each stage, on one rank, forward and backward exactly once; every rank has a stage."""
+    """Raise ValueError unless each microbatch passes each stage forward and backward exactly once, on one rank.
+
+    Every rank must have a stage.
+    """
     rank_of = placement(actions)
     #: (half of the work, stage, microbatch) -> index of the action that does it
     done_by: dict[tuple[str, object, object], int] = {}
@@ -64,11 +68,11 @@ def _require_complete(actions: Actions, microbatches: int) -> None:
 
 
 def _malformed(action: Action, microbatches: int) -> str | None:
-    """What is wrong with an action, wherever it is."""
+    """Return what is wrong with an action by itself, or None."""
     if action.kind not in COMPUTE or action.peer is not None:
         return (
-            f"a schedule gives compute actions only ({', '.join(sorted(COMPUTE))}); sends, receives, reductions and "
-            f"the step are put in"
+            f"a schedule returns compute actions only ({', '.join(sorted(COMPUTE))}); sends, receives, reductions and "
+            f"the step are added to it"
         )
     if not isinstance(action.stage, int) or action.stage < 0:
         return f"a stage is a whole number from 0, got {action.stage!r}"
@@ -78,29 +82,30 @@ def _malformed(action: Action, microbatches: int) -> str | None:
 
 
 def _where(rank: int, index: int, action: Action) -> str:
-    """``rank 1, action 5 (forward of microbatch 2 on stage 1)``."""
+    """Return ``rank 1, action 5 (forward of microbatch 2 on stage 1)``."""
     return f"rank {rank}, action {index} ({action})"
 
 
 def _explain(actions: Actions, waiting_at: dict[int, int]) -> str:
-    """The error for complete lists that have come to a halt.
+    """Return the message for complete lists whose ranks wait for each other.
 
     Args:
-        waiting_at: rank -> index of the action at which it waits, of all ranks that are not through.
+        actions: the compute actions of each rank.
+        waiting_at: rank -> index of the action at which it waits, for all ranks that are not through.
     """
     rank_of = placement(actions)
-    behind = {made_by(action) for rank, index in waiting_at.items() for action in actions[rank][index:]}
-    others = ""
+    not_done = {made_by(action) for rank, index in waiting_at.items() for action in actions[rank][index:]}
+    deadlock = ""
     for rank, index in sorted(waiting_at.items()):
         waits = actions[rank][index]
-        need = next(need for need in needs(waits, max(rank_of)) if need in behind)
+        need = next(need for need in needs(waits, max(rank_of)) if need in not_done)
         holder = rank_of[need.stage]
         at, needed = next((at, action) for at, action in enumerate(actions[holder]) if made_by(action) == need)
-        if holder == rank:  # the first cause: others wait for this rank, or for each other
+        if holder == rank:  # the root cause: others wait for this rank, or for each other
             return f"{_where(rank, index, waits)} needs the {needed} before it, which is action {at}; swap them"
         blocker = _where(holder, waiting_at[holder], actions[holder][waiting_at[holder]])
-        others = others or (
+        deadlock = deadlock or (
             f"{_where(rank, index, waits)} waits for ever for the {needed}: rank {holder} has it as action {at}, "
             f"behind {blocker}; move one of the two"
         )
-    return others
+    return deadlock

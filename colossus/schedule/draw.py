@@ -9,7 +9,7 @@ from colossus.picture import check_picture, new_figure
 from colossus.schedule.actions import COMPUTE
 from colossus.schedule.simulate import Simulation, Span
 
-#: kind -> (letter, what fills the rest of its cell, name, colour)
+#: kind -> (letter, character that fills the rest of its cell, name, colour)
 _KINDS = {
     "forward": ("F", "-", "forward", "#9ecae1"),
     "backward": ("B", "=", "backward", "#fdae6b"),
@@ -17,21 +17,22 @@ _KINDS = {
     "backward_weight": ("W", "~", "backward of weights", "#a1d99b"),
 }
 _IDLE = "."
-#: a short schedule is stretched until its shortest action has this many columns, and no further
+#: a short schedule is stretched until its shortest action has this many columns
 _WIDEST = 6
 #: numbers of microbatches that have room beside each other in a picture
 _NUMBERS_IN_PICTURE = 150
 
 
 def draw(simulation: Simulation, width: int = 100) -> str:
-    """The rows, a scale in the simulation's unit of time, and what the letters mean.
+    """Return one row per rank, a time scale in the simulation's unit, and a legend of the letters.
 
-    A cell starts with its letter and the number of its microbatch: capital letters are the first, third, ... stage of
-    the rank, small ones the second, fourth, ... Where cells would be too narrow for numbers, each column has the letter
-    of what runs then.
+    A cell starts with its letter and the number of its microbatch. Capital letters are the first, third, ... stage of
+    the rank, small ones the second, fourth, ... Where cells are too narrow for numbers, each column has the letter of
+    the action that runs then.
 
     Args:
-        width: columns of the whole; at least 20 are used.
+        simulation: the schedule.
+        width: the columns of the text, at least 20.
     """
     computed = _computed(simulation)
     margin = len(f"rank {len(computed) - 1}  ")
@@ -62,7 +63,7 @@ def _computed(simulation: Simulation) -> list[list[Span]]:
 
 
 def _scale(makespan: float, computed: list[list[Span]], available: int) -> tuple[float, bool]:
-    """Columns per unit of time, and whether every cell has room for its number."""
+    """Return the columns per unit of time, and whether every cell has room for its number."""
     spans = [span for own in computed for span in own]
     shortest = min(span.end - span.start for span in spans)
     needed = max(len(str(span.action.microbatch)) + 1 for span in spans)
@@ -73,7 +74,7 @@ def _scale(makespan: float, computed: list[list[Span]], available: int) -> tuple
 
 
 def summary(simulation: Simulation) -> str:
-    """Makespan, bubble and, for each rank, its bubble and the most activations it holds."""
+    """Return the makespan, the bubble and, for each rank, its bubble and its peak of activations in flight."""
     lines = [
         f"makespan {simulation.makespan:g}, bubble {100 * simulation.bubble:.1f} %",
         "",
@@ -85,10 +86,10 @@ def summary(simulation: Simulation) -> str:
 
 
 def save(simulation: Simulation, path: str | Path, title: str) -> None:
-    """Draw the timeline of each rank.
+    """Draw the timeline of each rank into a file.
 
     Raises:
-        ValueError: when the file's ending is none of `FORMATS`, its folder is not there, or matplotlib is not.
+        ValueError: the file's ending is none of `FORMATS`, or its folder or matplotlib is missing.
     """
     path = Path(path)
     check_picture(path)

@@ -1,4 +1,4 @@
-"""Runs a checked schedule's actions on this rank's stages."""
+"""The executor, which runs a checked schedule's actions on this rank's stages."""
 
 from __future__ import annotations
 
@@ -26,73 +26,78 @@ class Stages(Protocol):
     """The stages of a model on this rank, as the executor calls them."""
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
-        """Run a stage on what the stage before returned (None for the first). The last returns (loss sum, count)."""
+        """Run a stage on the output of the stage before (None for the first). The last returns (loss sum, count)."""
 
     def is_trained(self, stage: int) -> bool:
-        """Whether any parameter of a stage requires a gradient."""
+        """Return whether any parameter of a stage requires a gradient."""
 
     def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """A ``backward`` follows, or one of its halves; with activation checkpointing it recomputes its forward."""
+        """Prepare a ``backward`` or one of its halves; activation checkpointing recomputes the forward in it."""
 
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """It is done."""
+        """End the backward that `before_backward` prepared."""
 
     def full_backward(self) -> AbstractContextManager[None]:
-        """Around a backward that makes the gradients of inputs and of weights (dgrad and wgrad)."""
+        """Return a context for a backward that makes the gradients of inputs and of weights (dgrad and wgrad)."""
 
     def deferred_wgrad(self) -> AbstractContextManager[WgradTasks]:
-        """Around a backward that makes the gradients of inputs only: those of weights are left in the list."""
+        """Return a context for a backward that makes dgrads only, and appends the wgrads to the list as tasks."""
 
     def run_wgrad(self, tasks: WgradTasks) -> None:
-        """Make the gradients of weights that `deferred_wgrad` left."""
+        """Make the gradients of weights that `deferred_wgrad` deferred."""
 
     def before_last_backward(self, stage: int) -> None:
-        """The action that follows completes the gradients of a stage's parameters."""
+        """Prepare the action that completes the gradients of a stage's parameters."""
 
     def after_last_backward(self, stage: int) -> None:
-        """The action that `before_last_backward` announced is done."""
+        """End the action that `before_last_backward` prepared."""
 
     def reduce(self, stage: int) -> None:
-        """No more gradients come for a stage: start those of its reductions that have not been started."""
+        """Start the remaining reductions of a stage, whose gradients are complete."""
 
 
 class StepObserver:
-    """Base of what is called while a step runs on this rank: override what you need, and append it to
-    ``engine.observers``. What is around steps is a `colossus.engine.fit.Hook`.
+    """The base of observers of a step on this rank: override methods, and append the object to ``engine.observers``.
+
+    A `colossus.engine.fit.Hook` is called around steps, an observer inside them.
 
     Attributes:
-        needs_samples: whether `before_forward` wants the samples.
+        needs_samples: whether `before_forward` gets the samples.
     """
 
     needs_samples = False
 
     def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
-        """A stage is about to run; it has ended before another one begins.
+        """Observe that a stage is about to run; the stage before it has ended.
 
         Args:
+            stage: the stage.
+            microbatch: the microbatch.
             samples: this rank's shard of the microbatch, the same for all stages, with all tokens of its sequences;
                 None unless ``needs_samples``.
         """
 
     def after_forward(self, stage: int, microbatch: int, output: Any) -> None:
-        """A stage has run; of the last stage, the loss has not."""
+        """Observe that a stage has run; the loss of the last stage has not."""
 
     def after_action(self, action: Action, began: float, ended: float) -> None:
-        """An action of the schedule is done; times in seconds of `time.perf_counter`."""
+        """Observe that an action of the schedule is done; times in seconds of `time.perf_counter`."""
 
     def before_update(self) -> None:
-        """Gradients are complete, divided and clipped; the optimizer has not stepped.
+        """Observe gradients that are complete, divided and clipped, before the optimizer steps.
 
-        Also in a step that it will skip because some of them are not finite.
+        Also called in a step that the optimizer will skip because gradients are not finite.
         """
 
 
 @dataclass
 class StepTotals:
-    """Sums over the microbatches of a step on this rank, not yet over ranks; zeros on ranks without the last stage.
+    """This rank's sums over the microbatches of a step, not yet over ranks; zeros on ranks without the last stage.
 
     Attributes:
-        peak_in_flight: the most activations held at once, see `colossus.schedule.actions.in_flight`.
+        loss_sum: the sum of the losses, scalar.
+        tokens: the number of valid tokens, scalar.
+        peak_in_flight: the most activations stored at once, see `colossus.schedule.actions.in_flight`.
     """
 
     loss_sum: Tensor
@@ -124,14 +129,14 @@ class _State:
 
 
 class Executor:
-    """Runs the actions of one rank, of checked schedules that place the stages alike.
+    """The executor of one rank's actions, from checked schedules that place the stages alike.
 
     Args:
-        stages: those of this rank.
+        stages: the stages of this rank.
         rank_of: stage -> index of the rank that has it.
-        transport: to other ranks; None when there is one rank.
-        parallel: of the model's layers.
-        observers: told of every action; the list may change between steps.
+        transport: the transfers to other ranks; None when there is one rank.
+        parallel: the `ModelParallel` of the model's layers.
+        observers: called during a step; the list may change between steps.
     """
 
     def __init__(
@@ -155,19 +160,19 @@ class Executor:
     ) -> StepTotals:
         """Run one step, or the forwards of one evaluation.
 
-        The loss of a microbatch is backpropagated as its sum: no rank and no microbatch knows the number of valid
-        tokens of the global batch before the end of the step, so gradients are sums here and are divided once, when
-        they have been reduced. This is the one place that decides how a loss is scaled.
+        The loss of a microbatch is backpropagated as a sum over its tokens. No rank knows the number of valid tokens of
+        the global batch before the end of the step, so gradients are sums here, and are divided once when they have
+        been reduced. No other place decides how a loss is scaled.
 
         Args:
-            actions: of this rank, in order.
+            actions: the actions of this rank, in order.
             batches: the microbatches, of equal shapes, the same on all ranks of a model.
             step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
-            loss_scale: what losses are multiplied by before they are backpropagated, scalar; None does not. The sums
-                that are returned are not scaled.
+            loss_scale: the factor of the losses that are backpropagated, a scalar, or None for 1. The returned sums
+                are not scaled.
 
         Raises:
-            ValueError: when a stage returns what cannot be passed to the next.
+            ValueError: a stage returns a value that cannot be passed to the next.
         """
         state = _State(batches, batch_signature(batches[0]), loss_scale)
         if self.transport is not None:
@@ -202,7 +207,7 @@ class Executor:
             if kind == "backward":
                 with self.stages.full_backward():
                     self._backward(key, state)
-            elif kind == "backward_input":  # what the weights' half needs is held until then
+            elif kind == "backward_input":  # the tasks keep what `backward_weight` needs
                 with self.stages.deferred_wgrad() as tasks:
                     self._backward(key, state)
                 state.wgrad_tasks[key] = tasks
@@ -246,8 +251,8 @@ class Executor:
                 if not loss.requires_grad:
                     raise ValueError(
                         f"the loss of microbatch {microbatch} does not require a gradient: is a result detached, or "
-                        f"computed under no_grad, or are all parameters frozen? Where no label counts, it is a sum of "
-                        f"nothing that comes from the outputs: outputs.sum() * 0.0, and a count of 0"
+                        f"computed under no_grad, or are all parameters frozen? Where no label counts, return a zero "
+                        f"that depends on the outputs, outputs.sum() * 0.0, and a count of 0"
                     )
                 state.edges[key] = [get_gradient_edge(loss)]
             return
@@ -269,7 +274,7 @@ class Executor:
     def _backward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key
         if stage == self.last_stage:
-            # None is 1.0 to autograd; given a tensor it would import sympy, 0.5 s on each rank
+            # None is 1.0 to autograd; for a tensor it would import sympy, which takes 0.5 s on each rank
             seed = None if state.loss_scale is None else state.loss_scale.to(state.loss_sums[-1].dtype)
             output_gradients: list[Tensor | None] = [seed]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
@@ -278,25 +283,25 @@ class Executor:
             assert self.transport is not None
             output_gradients = list(self.transport.wait_gradient(stage, microbatch))
         edges = state.edges.pop(key)
-        if edges:  # given tensors, backward would turn off torch function modes, which a recomputed forward needs
+        if edges:  # for tensors, backward would turn off torch function modes, which a recomputed forward needs
             torch.autograd.backward(edges, output_gradients)
         if stage:
-            roots = state.roots.pop(key)  # those that were not used have zeros
+            roots = state.roots.pop(key)  # an unused root has no gradient: zeros are sent
             grads = [root.grad if root.grad is not None else torch.zeros_like(root) for root in roots]
             state.input_gradients[key] = grads
 
 
 def forward_only(actions: Sequence[Action], microbatches: int) -> list[Action]:
-    """The actions of a rank's list that an evaluation needs, for as many microbatches as it has.
+    """Return the actions of a rank's list that an evaluation of ``microbatches`` microbatches needs.
 
-    All ranks keep the order of the full lists, so the rest of a schedule without deadlock has none either.
+    All ranks keep the order of the full lists, so this part of a schedule without deadlock has none either.
     """
     kinds = ("forward", "send_activation", "receive_activation")
     return [action for action in actions if action.kind in kinds and action.microbatch < microbatches]
 
 
 def _receives_after(actions: Sequence[Action]) -> dict[int, list[Action]]:
-    """Index of each compute action -> the receives between it and the next one: posted early, they overlap with it."""
+    """Return for each compute action, by index, the receives that follow it: posted early, they overlap with it."""
     out: dict[int, list[Action]] = {}
     receives: list[Action] = []
     for index, action in enumerate(actions):

@@ -1,4 +1,4 @@
-"""Which blocks of a model each stage of a pipeline runs, and which parameters a rank therefore holds."""
+"""The partition of a model into pipeline stages: the blocks of each stage, and the parameters of each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Partition:
     """A model split into stages.
 
     Attributes:
-        blocks: of the whole model, in order.
+        blocks: the blocks of the whole model, in order.
         bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
         rank_of: stage -> index along the pipeline axis.
         stages_of: name of a parameter -> the stages that use it, ascending.
@@ -42,22 +42,22 @@ class Partition:
         return len(self.bounds) - 1
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, ascending."""
+        """Return the stages of a pipeline rank, ascending."""
         return [stage for stage in range(self.num_stages) if self.rank_of[stage] == rank]
 
     def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""
+        """Return the pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""
         return tuple(dict.fromkeys(self.rank_of[stage] for stage in self.stages_of[name]))
 
     def parameters_on(self, stage: int) -> list[str]:
-        """Names of the parameters that a stage uses, in the order of the whole model."""
+        """Return the names of the parameters that a stage uses, in the order of the whole model."""
         return [name for name in self.sizes if stage in self.stages_of[name]]
 
     def describe(self) -> list[str]:
-        """One line per stage: its rank, its blocks, and the elements of its whole parameters."""
+        """Return one line per stage: its rank, its blocks, and the elements of its whole parameters."""
         lines = []
         for stage in range(self.num_stages):
             blocks = self.blocks_of(stage)
@@ -72,13 +72,13 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
     """Split a model that is a chain of blocks into stages.
 
     Args:
-        model: whole; on the meta device or not.
-        rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
-        split: ``"parameters"`` (as equal as can be in elements of whole parameters; a tied one counts on every stage
-            that uses it), or the number of blocks of each stage.
+        model: the whole model; on the meta device or not.
+        rank_of: stage -> index along the pipeline axis, see `colossus.schedule.actions.placement`.
+        split: ``"parameters"`` for stages as equal as possible in elements of whole parameters, where a tied one counts
+            on every stage that uses it; or the number of blocks of each stage.
 
     Raises:
-        ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
+        ValueError: the model is no chain, there are more stages than blocks, or the split does not fit.
     """
     blocks = tuple(pipeline_blocks(model))
     if has_hooks(model):
@@ -96,11 +96,11 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
 
 
 def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
-    """Delete from a model on the meta device what no stage of one pipeline rank uses: for ``build(prepare=...)``.
+    """Delete the parameters and buffers of other pipeline ranks from a model on the meta device.
 
-    Parameters and buffers of other ranks are deleted from every module that has them, rather than set to None, which
-    may mean a missing bias. One that several stages share stays on each of their ranks, under all its names. Buffers
-    that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from then on.
+    They are deleted from every module that has them rather than set to None, which may mean a missing bias. A parameter
+    that several stages share stays on each of their ranks, under all of its names. Buffers that no block owns stay.
+    Afterwards a call of the model, or of a module of another rank, raises ValueError. For ``build(prepare=...)``.
     """
     here = set(partition.stages_on(rank))
     if len(here) == partition.num_stages:
@@ -136,14 +136,14 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
 
 
 def _refuse_call(message: str, module: nn.Module, args: Any) -> NoReturn:
-    """A forward pre-hook, once it has its message, of a module that this rank cannot run."""
+    """Raise ValueError; with its message bound, this is the forward pre-hook of a module that this rank cannot run."""
     raise ValueError(message)
 
 
 def _stages_by(
     blocks: Sequence[NamedBlock], bounds: Sequence[int], names_of: Callable[[NamedBlock], Sequence[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> the stages whose blocks own it, ascending."""
+    """Return for each name the stages whose blocks own it, ascending."""
     out: dict[str, tuple[int, ...]] = {}
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for name in {name for block in blocks[start:stop] for name in names_of(block)}:
@@ -152,12 +152,12 @@ def _stages_by(
 
 
 class MetaTensorGuard(TorchFunctionMode):
-    """Inside, an operation on a tensor of the meta device is an error: it belongs to a stage of another rank.
+    """A mode that raises on operations on tensors of the meta device, which belong to stages of other ranks.
 
-    Without it, some operations on CPU would return any numbers (uninitialized memory).
+    Without it, some operations on CPU would return uninitialized memory.
 
     Raises:
-        ValueError: naming the stage, the operation, and the shape of the tensor.
+        ValueError: an operation uses such a tensor; the error names the stage, the operation and the shape.
     """
 
     def __init__(self, stage: int) -> None:
@@ -174,7 +174,7 @@ class MetaTensorGuard(TorchFunctionMode):
                     name = getattr(func, "__name__", str(func))
                     raise located_error(
                         f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
-                        f"here. It belongs to another stage, or somebody took hold of it while the model was built "
+                        f"here. It belongs to another stage, or a reference to it was stored while the model was built "
                         f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"
                     )
         return func(*args, **kwargs)

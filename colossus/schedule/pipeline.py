@@ -1,4 +1,4 @@
-"""The pipeline of a run as a rank knows it: its actions, its stages of the model, what runs them."""
+"""The pipeline of a run on one rank: its actions, its stages of the model, and their executor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from colossus.schedule.transport import Transport
 
 
 class PipelineRuntime:
-    """What a rank knows of the pipeline of its run; without one, that is a schedule of one stage on one rank.
+    """The pipeline of a run on one rank. A run without a pipeline has a schedule of one stage on one rank.
 
     Attributes:
-        num_microbatches: of a whole batch.
-        actions: of this rank in a step with a whole batch.
+        num_microbatches: the number of microbatches of a whole batch.
         rank_of: stage -> index along the pipeline axis.
         rank: this rank's index along the pipeline axis.
-        partition: of the model, from `split` on; None when there is one stage.
+        partition: the partition of the model, which `split` makes; None when there is one stage.
     """
 
     def __init__(self, config: Config, context: ParallelContext) -> None:
@@ -41,36 +40,37 @@ class PipelineRuntime:
         self._links: Links | None = None
 
     def set_microbatches(self, number: int) -> None:
-        """Cut the whole batch of a step into so many, from the next step on. All ranks must call.
+        """Cut the whole batch of a step into ``number`` microbatches, from the next step on. All ranks must call.
 
         Raises:
-            ValueError: see `make_schedule`; the stages are placed or reduced otherwise when a batch that grows has
-                fewer microbatches.
+            ValueError: the schedule is wrong (see `make_schedule`), or it places or reduces the stages in another way
+                for the fewer microbatches of a batch that still grows.
         """
         schedule, size = self._schedule, self._context.size("pipeline")
         self.num_microbatches = number
         #: number of microbatches -> the actions of this rank
         self._actions: dict[int, Sequence[Action]] = {}
-        for each in sorted({self._microbatches_of(samples) for samples in self._sizes.all}, reverse=True):
-            actions = make_schedule(schedule.type, size, each, **schedule.options)
+        for count in sorted({self._microbatches_of(samples) for samples in self._sizes.all}, reverse=True):
+            actions = make_schedule(schedule.type, size, count, **schedule.options)
             own, rank_of = actions[self.rank], placement(actions)
             if self._actions and (rank_of != self.rank_of or _reduced(own) != _reduced(self.actions)):
                 raise ValueError(
                     f"train.batch_ramp: schedule {schedule.type!r} places the stages, or completes their gradients, in "
-                    f"another order with {each} microbatches than with {number}"
+                    f"another order with {count} microbatches than with {number}"
                 )
-            self.rank_of, self._actions[each] = rank_of, own
+            self.rank_of, self._actions[count] = rank_of, own
 
     @property
     def actions(self) -> Sequence[Action]:
+        """The actions of this rank in a step with a whole batch."""
         return self._actions[self.num_microbatches]
 
     def actions_of(self, microbatches: int) -> Sequence[Action]:
-        """The actions of this rank in a step of so many microbatches."""
+        """Return the actions of this rank in a step of ``microbatches`` microbatches."""
         return self._actions[microbatches]
 
     def microbatches_at(self, step: int) -> int:
-        """Into how many the batch of a step (from 0) is cut: while it grows into fewer, of the same size."""
+        """Return the number of microbatches of a step (from 0): fewer of the same size while the batch grows."""
         return self._microbatches_of(self._sizes.at(step))
 
     def _microbatches_of(self, samples: int) -> int:
@@ -78,12 +78,12 @@ class PipelineRuntime:
 
     @property
     def last_stage(self) -> int:
-        """Number of the last stage of the model."""
+        """The number of the last stage of the model."""
         return max(self.rank_of)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are split into those of inputs and those of weights."""
+        """Return whether backwards are split into those of inputs and those of weights."""
         return any(action.kind == "backward_weight" for action in self.actions)
 
     def split(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class PipelineRuntime:
             keep_stages_of(model, self.partition, self.rank)
 
     def stage_forwards(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
-        """Stage -> what runs it, for the stages of this rank."""
+        """Return for each stage of this rank the function that runs it."""
         if self.partition is None:
             return {0: model}
         stages = self.partition.stages_on(self.rank)
@@ -105,43 +105,43 @@ class PipelineRuntime:
         return {stage: of[0] if len(of) == 1 else partial(run_blocks, of) for stage, of in calls.items()}
 
     def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a stage of this rank uses."""
+        """Return the parameters that a stage of this rank uses."""
         if self.partition is None:
             return list(model.parameters())
-        held = dict(model.named_parameters())
-        return [held[name] for name in self.partition.parameters_on(stage)]
+        parameters = dict(model.named_parameters())
+        return [parameters[name] for name in self.partition.parameters_on(stage)]
 
     def parameters_by_stage(self, model: nn.Module) -> dict[int, list[nn.Parameter]]:
-        """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
+        """Return for each stage of this rank, in the order of reductions, the parameters whose gradients it completes.
 
-        Parameters that several stages of the rank share come with the last of these.
+        Parameters that several stages of the rank share belong to the last of these.
         """
         order = _reduced(self.actions)
-        found: dict[int, list[nn.Parameter]] = {}
-        taken: set[int] = set()
+        by_stage: dict[int, list[nn.Parameter]] = {}
+        seen: set[int] = set()
         for stage in reversed(order):
-            found[stage] = [param for param in self.parameters_on(stage, model) if id(param) not in taken]
-            taken |= {id(param) for param in found[stage]}
-        return {stage: found[stage] for stage in order}
+            by_stage[stage] = [param for param in self.parameters_on(stage, model) if id(param) not in seen]
+            seen |= {id(param) for param in by_stage[stage]}
+        return {stage: by_stage[stage] for stage in order}
 
     def chain(self, model: nn.Module) -> list[NamedBlock] | None:
-        """The blocks of this rank where the model is a chain of blocks."""
+        """Return the blocks of this rank, or None where the model is no chain of blocks."""
         if self.partition is not None:
             return [block for stage in self.partition.stages_on(self.rank) for block in self.partition.blocks_of(stage)]
         return pipeline_blocks(model) if is_chain(model) else None
 
     def tied_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
+        """Return the parameters of this rank that other pipeline ranks hold, too, each with all of their ranks."""
         if self.partition is None:
             return []
-        held = dict(model.named_parameters())
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.sizes if name in held}
-        return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
+        parameters = dict(model.named_parameters())
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.sizes if name in parameters}
+        return [(parameters[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def make_executor(
         self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()
     ) -> Executor:
-        """The executor of this rank's actions. All ranks of the pipeline must call."""
+        """Make the executor of this rank's actions. All ranks of the pipeline must call."""
         transport = None
         if self._context.size("pipeline") > 1:
             group = self._context.group("pipeline")
@@ -156,7 +156,7 @@ class PipelineRuntime:
         return Executor(stages, self.rank_of, transport, parallel, observers)
 
     def forward_actions(self, microbatches: int) -> list[Action]:
-        """The actions of this rank in an evaluation of at most as many microbatches as a step has."""
+        """Return the actions of this rank in an evaluation, of at most as many microbatches as a step has."""
         return forward_only(self.actions, microbatches)
 
     def close(self) -> None:
@@ -165,5 +165,5 @@ class PipelineRuntime:
 
 
 def _reduced(actions: Sequence[Action]) -> list[int]:
-    """The stages in the order in which their gradients are complete."""
+    """Return the stages in the order in which their gradients are complete."""
     return [action.stage for action in actions if action.kind == "reduce"]

@@ -1,8 +1,8 @@
-"""Simulates a schedule: plays the lists of all ranks against each other, given the time of each kind of action.
+"""The simulation of a schedule: the lists of all ranks are played, with a time for each kind of action. No torch.
 
-Two ways to treat transfers. *Overlapped*: a send starts when its rank gets there, takes time on the wire only, and
-the compute action that needs it waits. *Blocking*: a send and its receive wait for each other, as they may with any
-backend once buffers are full; then both ranks are held while the value is transferred. No torch.
+Transfers are simulated in one of two ways. *Overlapped*: a send starts when its rank comes to it and takes no time of
+the rank; the compute action that needs the value waits for it. *Blocking*: a send and its receive wait for each other,
+as they may with any backend once its buffers are full, and block both ranks while the value is transferred.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from colossus.schedule.actions import (
     placement,
 )
 
-#: seconds (or any unit) of an action
+#: a function that returns the time of an action, in any unit
 Duration = Callable[[Action], float]
 
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it ran, in the unit of the durations."""
+    """An action with its start and end, in the unit of the durations."""
 
     action: Action
     start: float
@@ -37,7 +37,7 @@ class Span:
 
 
 class Deadlock(Exception):
-    """No rank can go on, and not all are through.
+    """The error of a schedule in which ranks wait for each other for ever.
 
     Attributes:
         waiting_at: rank -> the index in its list at which it waits.
@@ -50,13 +50,14 @@ class Deadlock(Exception):
 
 @dataclass(frozen=True)
 class Times:
-    """How long actions take, in any one unit.
+    """The times of actions, in any one unit.
 
     Attributes:
-        backward: a full backward.
-        backward_input: the dgrad of a split backward.
-        backward_weight: the wgrad of a split backward.
-        transfer: a value on the wire between two ranks.
+        forward: the time of a forward.
+        backward: that of a full backward.
+        backward_input: that of the dgrad of a split backward.
+        backward_weight: that of the wgrad of a split backward.
+        transfer: that of a value on the wire between two ranks.
     """
 
     forward: float = 1.0
@@ -66,39 +67,39 @@ class Times:
     transfer: float = 0.0
 
     def of(self, action: Action) -> float:
-        """The time for which the action holds its rank."""
-        return float(getattr(self, action.kind)) if action.kind in COMPUTE else 0.0  # a transfer takes the wire alone
+        """Return the time that an action takes on its rank; a transfer takes time on the wire only."""
+        return float(getattr(self, action.kind)) if action.kind in COMPUTE else 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """When everything ran, and what follows from that.
+    """A played schedule.
 
     Attributes:
-        spans: for each rank its actions with start and end.
+        spans: the actions of each rank, with start and end.
     """
 
     spans: list[list[Span]]
 
     @cached_property
     def makespan(self) -> float:
-        """From the first action to the end of the last one."""
+        """The time from the first action to the end of the last one."""
         return max(span.end for own in self.spans for span in own)
 
     @cached_property
     def bubbles(self) -> list[float]:
-        """For each rank the share of the makespan in which it computes nothing."""
+        """The share of the makespan in which each rank computes nothing."""
         busy = [sum(s.end - s.start for s in own if s.action.kind in COMPUTE) for own in self.spans]
-        return [1.0 - each / self.makespan if self.makespan else 0.0 for each in busy]
+        return [1.0 - time / self.makespan if self.makespan else 0.0 for time in busy]
 
     @property
     def bubble(self) -> float:
-        """The mean over the ranks."""
+        """The mean of `bubbles` over the ranks."""
         return sum(self.bubbles) / len(self.bubbles)
 
     @cached_property
     def peaks(self) -> list[int]:
-        """For each rank the most activations in flight: microbatches times stages of the rank."""
+        """The most activations in flight on each rank, counted per (stage, microbatch)."""
         return [max(in_flight([span.action for span in own])) for own in self.spans]
 
 
@@ -106,36 +107,38 @@ def simulate(actions: Actions, times: Times | None = None, *, blocking: bool = F
     """Play the lists of `make_schedule`.
 
     Args:
-        blocking: a send and its receive hold both their ranks; by default transfers overlap with computing.
+        actions: the actions of each rank.
+        times: the times of actions; by default, those of `Times`.
+        blocking: a send and its receive block both of their ranks; by default transfers overlap with computing.
     """
     times = times or Times()
     return Simulation(play(actions, times.of, transfer=times.transfer, blocking=blocking))
 
 
 def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blocking: bool = False) -> list[list[Span]]:
-    """The span of every action of every rank.
+    """Return the span of every action of every rank.
 
-    In lists without any transfer, what one rank has computed is at once on all others.
+    In lists without any transfer, the results of one rank are at once on all others.
 
     Raises:
-        Deadlock: when the ranks wait for each other for ever.
+        Deadlock: ranks wait for each other for ever.
     """
     rank_of = placement(actions)
     last_stage = max(rank_of, default=0)
     has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
     spans: list[list[Span]] = [[] for _ in actions]
     now = [0.0] * len(actions)
-    #: (what made it, rank) -> when it was on that rank
+    #: (action that made a value, rank) -> the time from which the value is on that rank
     available: dict[tuple[Action, int], float] = {}
 
     def next_of(rank: int) -> Action | None:
         return actions[rank][len(spans[rank])] if len(spans[rank]) < len(actions[rank]) else None
 
     def ready(rank: int, action: Action) -> float | None:
-        """When everything that the action needs is there; None as long as that is not known."""
+        """Return the time from which all that the action needs is there, or None while that is unknown."""
         latest = 0.0
         for need in needs(action, last_stage):
-            # without transfers in the lists, results are kept under the rank that made them
+            # without transfers in the lists, values stay with the rank that made them
             at = available.get((need, rank if has_transfers else rank_of[need.stage]))
             if at is None:
                 return None
@@ -153,33 +156,33 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
         for sent in needs(send, last_stage):
             available[sent, rank_of[send.peer]] = time
 
-    def meet(rank: int, action: Action) -> bool:
-        """A send and its receive, when both ranks have come to them."""
+    def transfer_blocking(rank: int, action: Action) -> bool:
+        """Run a send and its receive if both ranks have come to them, and return whether they have."""
         assert action.peer is not None
         other, mirror = rank_of.get(action.peer), action.mirror()
         if other is None or next_of(other) != mirror:
             return False
         send, sender = (action, rank) if action.kind in SENDS else (mirror, other)
-        since = ready(sender, send)
-        if since is None:
+        ready_at = ready(sender, send)
+        if ready_at is None:
             return False
-        start = max(now[rank], now[other], since)
+        start = max(now[rank], now[other], ready_at)
         run(rank, action, start, start + transfer)
         run(other, mirror, start, start + transfer)
         deliver(send, start + transfer)
         return True
 
     def advance(rank: int) -> bool:
-        """Do the next action of a rank if it can be done."""
+        """Run the next action of a rank if it can run, and return whether it could."""
         action = next_of(rank)
         if action is None:
             return False
         if blocking and action.kind in TRANSFERS:
-            return meet(rank, action)
-        since = ready(rank, action)
-        if since is None:
+            return transfer_blocking(rank, action)
+        ready_at = ready(rank, action)
+        if ready_at is None:
             return False
-        start = max(now[rank], since)
+        start = max(now[rank], ready_at)
         run(rank, action, start, start + duration(action))
         if action.kind in SENDS:
             deliver(action, start + transfer)

@@ -1,4 +1,4 @@
-"""Values between stages: flattened into plain local tensors and a ValueSpec, sent forward, their gradients back."""
+"""The transfer of values between stages, as plain local tensors and a `ValueSpec`, and of their gradients back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 
 @dataclass(frozen=True, repr=False)
 class TensorSpec:
-    """One tensor of a value.
+    """The description of one tensor of a value.
 
     Attributes:
-        shape: of this rank's shard.
+        shape: the shape of this rank's shard.
+        dtype: its dtype.
         needs_gradient: whether its gradient is sent back to the stage that made it.
-        placement: of a `ShardedTensor`, without its ``parallel``; None for a plain tensor.
+        placement: the placement of a `ShardedTensor`, without its ``parallel``; None for a plain tensor.
     """
 
     shape: torch.Size
@@ -43,7 +44,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class RepeatedTensor:
-    """The tensor that the value holds already at this index of its tensors: sent once, it stays one tensor."""
+    """A leaf that is the same tensor as the one at ``index`` of the value's tensors, which is sent once."""
 
     index: int
 
@@ -53,11 +54,11 @@ class RepeatedTensor:
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """Everything about a value but the contents of its tensors.
+    """The description of a value without the contents of its tensors.
 
     Attributes:
         tree: the structure of the nest.
-        leaves: `TensorSpec` or `RepeatedTensor` in place of each tensor; other leaves as they are.
+        leaves: its leaves, with a `TensorSpec` or `RepeatedTensor` in place of each tensor.
     """
 
     tree: TreeSpec
@@ -69,7 +70,7 @@ class ValueSpec:
 
     @property
     def differentiable(self) -> list[TensorSpec]:
-        """Those whose gradient is sent back."""
+        """The tensors whose gradients are sent back."""
         return [leaf for leaf in self.tensors if leaf.needs_gradient]
 
     def __str__(self) -> str:
@@ -77,19 +78,21 @@ class ValueSpec:
 
 
 def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[ValueSpec, list[Tensor]]:
-    """The spec of a value, and its tensors as plain local ones, still in the autograd graph.
+    """Return the spec of a value, and its tensors as plain local ones, still in the autograd graph.
 
     Args:
-        where: what made it, for errors.
+        value: a nest of tensors and constants.
+        parallel: the `ModelParallel` of the model's layers.
+        where: the name of the stage that made the value, for errors.
 
     Raises:
-        ValueError: for a leaf that cannot be sent.
+        ValueError: a leaf cannot be sent.
     """
-    found, tree = tree_flatten_with_path(value)
+    paths_and_leaves, tree = tree_flatten_with_path(value)
     leaves: list[Any] = []
     tensors: list[Tensor] = []
     index_of: dict[int, int] = {}
-    for path, item in found:
+    for path, item in paths_and_leaves:
         if isinstance(item, Tensor) and id(item) in index_of:
             leaves.append(RepeatedTensor(index_of[id(item)]))
         elif isinstance(item, Tensor):
@@ -104,14 +107,14 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
             leaves.append(item)
         else:
             raise ValueError(
-                f"{where} returned {type(item).__name__} at {path_string(path) or 'its top'}; what goes on to the next "
-                f"stage is a tensor, or a nest of tuples, lists and dicts of tensors, numbers and strings"
+                f"{where} returned {type(item).__name__} at {path_string(path) or 'its top'}; a stage must pass a "
+                f"tensor to the next, or a nest of tuples, lists and dicts of tensors, numbers and strings"
             )
     return ValueSpec(tree, tuple(leaves)), tensors
 
 
 def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelParallel) -> tuple[Any, list[Tensor]]:
-    """The value with these tensors, detached from what made them; and its leaves of autograd that get a gradient."""
+    """Return the value with these tensors, detached, and its autograd leaves that get a gradient."""
     rest = iter(tensors)
     items: list[Any] = []
     made: list[Tensor] = []
@@ -132,9 +135,9 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
 
 
 def batch_signature(batch: Any) -> tuple[Any, ...]:
-    """Structure, shapes and dtypes of a batch: equal for two batches whose values between stages have equal specs."""
-    found, tree = tree_flatten_with_path(batch)
-    tensors = [(tuple(item.shape), item.dtype) for _, item in found if isinstance(item, Tensor)]
+    """Return structure, shapes and dtypes of a batch; the values that stages pass on have one spec per signature."""
+    paths_and_leaves, tree = tree_flatten_with_path(batch)
+    tensors = [(tuple(item.shape), item.dtype) for _, item in paths_and_leaves if isinstance(item, Tensor)]
     return str(tree), tuple(tensors), torch.is_grad_enabled()
 
 
@@ -142,7 +145,7 @@ class Transport:
     """The transfers of one rank.
 
     Args:
-        links: to the other ranks of the pipeline.
+        links: the links to the other ranks of the pipeline.
         rank_of: stage -> index of the rank that has it.
 
     Attributes:
@@ -152,39 +155,39 @@ class Transport:
     def __init__(self, links: Links, rank_of: Mapping[int, int]) -> None:
         self.links, self._rank_of = links, rank_of
         self.step_id: object = None
-        #: by the stage that makes the value, and the shape of the batch
+        #: (stage that makes the value, signature of the batch) -> spec
         self._specs: dict[tuple[int, Hashable], ValueSpec] = {}
         self._posted: dict[Action, tuple[ValueSpec, Incoming]] = {}
         self._unflushed: dict[tuple[str, int, int], Wait] = {}
 
     def expect(self, specs: Mapping[int, ValueSpec], shape: Hashable) -> None:
-        """Take what each stage gives for batches of a shape as known: nobody describes it then. Of all ranks alike."""
+        """Set the spec of each stage's output for batches of a shape, so that no stage sends it; on all ranks alike."""
         self._specs |= {(stage, shape): spec for stage, spec in specs.items()}
 
     # -- sending ------------------------------------------------------------------------------------------
 
     def send_value(self, action: Action, spec: ValueSpec, tensors: Sequence[Tensor], shape: Hashable) -> None:
-        """Send a stage's output; ahead of the first one for a shape of batch, its spec.
+        """Send a stage's output, and before the first one for a shape of batches its spec.
 
         Raises:
-            ValueError: when its spec differs from that of an earlier one for a batch of the same shape.
+            ValueError: the spec differs from that of an earlier output for a batch of the same shape.
         """
-        known = self._specs.get((action.stage, shape))
-        if known is None:
+        first_spec = self._specs.get((action.stage, shape))
+        if first_spec is None:
             self._specs[action.stage, shape] = spec
             self.links.send_object(self._peer(action), spec, f"description of the {action.message}")
-        elif known != spec:
+        elif first_spec != spec:
             raise ValueError(
-                f"stage {action.stage} returned {spec} for microbatch {action.microbatch}, but {known} for an "
-                f"earlier one of the same shape: what goes between stages must look the same for batches of one shape. "
+                f"stage {action.stage} returned {spec} for microbatch {action.microbatch}, but {first_spec} for an "
+                f"earlier one of the same shape: a stage's output must look the same for all batches of one shape. "
                 f"Pass a number that changes as a tensor, pad what depends on values, and make a new engine when "
                 f"parameters are frozen"
             )
         self.send(action, tensors)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start a send. Its tensors are kept unchanged until an answer shows that it was received, or `flush`."""
-        if action.kind == "send_gradient":  # that of an activation is waited for when its gradient has come
+        """Start a send. Its tensors must not change until an answer shows that it was received, or until `flush`."""
+        if action.kind == "send_gradient":  # `wait_gradient` flushes that of an activation
             self._flush(action.kind, action.stage, action.microbatch - 1)
         key = action.kind, action.stage, action.microbatch
         self._unflushed[key] = self.links.send(self._peer(action), tensors, action.message, self.step_id)
@@ -195,10 +198,12 @@ class Transport:
         """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
 
         Args:
-            early: before its turn; not done where the spec of its value has to come first.
+            action: the receive.
+            shape: the signature of the batch.
+            early: it is not the receive's turn yet; then it is not posted where the value's spec is not known.
 
         Returns:
-            Whether it has been posted. Those that follow must not be posted before it: messages have no tags.
+            Whether it has been posted. Later receives must not be posted before it: messages have no tags.
         """
         if action in self._posted:
             return True
@@ -217,19 +222,19 @@ class Transport:
         return True
 
     def wait_value(self, stage: int, microbatch: int) -> tuple[ValueSpec, list[Tensor]]:
-        """A stage's input, once it is there."""
+        """Wait for a stage's input, and return it."""
         spec, incoming = self._posted.pop(Action("receive_activation", stage, microbatch, stage - 1))
         return spec, incoming.wait()
 
     def wait_gradient(self, stage: int, microbatch: int) -> list[Tensor]:
-        """The gradients of the tensors of a stage's output that require one, once they are there."""
+        """Wait for the gradients of those tensors of a stage's output that require one, and return them."""
         _, incoming = self._posted.pop(Action("receive_gradient", stage, microbatch, stage + 1))
         arrived = incoming.wait()
         self._flush("send_activation", stage, microbatch)
         return arrived
 
     def flush(self) -> None:
-        """Wait until everything that was sent may be changed."""
+        """Wait until all sent tensors may be changed."""
         for wait in self._unflushed.values():
             wait()
         self._unflushed.clear()

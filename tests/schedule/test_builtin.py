@@ -129,9 +129,9 @@ def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
         ("interleaved", 2, 4, dict(chunks=0), "chunks must be a whole number of at least 1, got 0"),
         ("zb-v", 2, 4, dict(chunks=3), "schedule 'zb-v' takes .stages, microbatches.: .*chunks"),
         ("1f1", 2, 4, {}, "no schedule named '1f1'. Did you mean '1f1b'"),
-        (lambda stages, microbatches: None, 2, 4, {}, "must give a list of Action"),
-        (lambda stages, microbatches: [[]], 2, 4, {}, "must give a list of Action"),
-        (lambda stages, microbatches: [["F0"], []], 2, 4, {}, "must give a list of Action"),
+        (lambda stages, microbatches: None, 2, 4, {}, "must return a list of Action"),
+        (lambda stages, microbatches: [[]], 2, 4, {}, "must return a list of Action"),
+        (lambda stages, microbatches: [["F0"], []], 2, 4, {}, "must return a list of Action"),
         (lambda stages, microbatches: [[], []], 2, 4, {}, "rank 0 of 2 has no stage"),
     ],
 )

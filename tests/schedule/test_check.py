@@ -68,8 +68,8 @@ def test_an_action_on_another_rank_is_named() -> None:
             [Action("forwards")],
             "(forwards of microbatch 0 on stage 0): a schedule gives compute",
         ),  # type: ignore[arg-type]
-        ([Action("send_activation", 0, 0, 1)], "sends, receives, reductions and the step are put in"),
-        ([Action("step")], "a schedule gives compute actions only"),
+        ([Action("send_activation", 0, 0, 1)], "sends, receives, reductions and the step are added to it"),
+        ([Action("step")], "a schedule returns compute actions only"),
         ([Action("forward", -1)], "a stage is a whole number from 0, got -1"),
         ([Action("forward", 0, 3)], "there are 3 microbatches, from 0; drop it"),
         ([Action("forward", 1)], "no rank has stage 0 of 2: give it to one"),
@@ -198,5 +198,5 @@ def test_compute_actions_are_all_that_a_schedule_gives() -> None:
     def full(stages: int, microbatches: int) -> Actions:
         return make_schedule("1f1b", stages, microbatches)
 
-    with pytest.raises(ValueError, match=r"schedule full .*send of the activation .* are put in"):
+    with pytest.raises(ValueError, match=r"schedule full .*send of the activation .* are added to it"):
         make_schedule(full, 2, 2)
