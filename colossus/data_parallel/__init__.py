@@ -1,1 +1,1 @@
-"""What replicas exchange, and when: the base of the strategies, and one file for each."""
+"""Data-parallel strategies, which decide what replicas exchange and when: their base, and one file for each kind."""

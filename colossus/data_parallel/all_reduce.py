@@ -1,4 +1,4 @@
-"""Exact sums of gradients in buckets, overlapped with backward: in one level, by hosts, or of tables by rows."""
+"""Sums of gradients in buckets, overlapped with backward: in one level, by hosts, or with rows of tables apart."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from colossus.sparse.tables import Tables
 
 
 class AllReduce(Strategy):
-    """Sums gradients over data ranks in the collectives that sum them over the other ranks, too.
+    """The all-reduce of gradients over data ranks, in the collectives that also sum them over the other ranks.
 
-    Exact; a subclass that is not sums them inside of the replica only.
+    It is exact. An inexact subclass sums gradients inside a replica only.
 
-    With ``compress`` what goes along data is rounded to bf16, or to matrices of low rank (1905.13727): replicas stay
-    equal, but the sums are not those of one process. What is left out of a step's gradients is added to the next one's
-    (error feedback). Sums inside of a replica are exact.
+    With ``compress`` gradients are rounded along data, to bf16 or to matrices of low rank (1905.13727). Replicas stay
+    equal, but the sums are not those of one process. The rounding errors of a step are added to the next step's
+    gradients (error feedback). Sums inside a replica are exact.
     """
 
     _compress: AllReduceOptions = AllReduceOptions()
     _feedback: ErrorFeedback | None = None
-    #: into how many parts the rows of an owned table are cut; None: one for each owner
+    #: the number of parts into which the rows of an owned table are cut; None: one for each owner
     partitions: int | None = None
 
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
 
-    def check_tables(self, found: Survey) -> None:
+    def check_tables(self, survey: Survey) -> None:
         if not self.exact or self._compress.compress is not None:
-            super().check_tables(found)
+            super().check_tables(survey)
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         tables = Tables(model, context, self.way_of, partitions=self.partitions)
         self.tables = tables if tables else None
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
-        """How the gradient of a table is summed over so many ranks that share it."""
+        """Return the way in which the gradient of a table is summed over the ``ranks`` ranks that share it."""
         return "dense"
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         if self.tables is not None:
             self.tables.connect(parts.model, self.hosts_of_rows())
-        store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
+        store.shard(())  # parameters are not sharded, but compute has copies of them in low precision
         super().setup(store, parts)
         if self._compress.compress is not None:
             self.state_per_replica = True
@@ -63,15 +63,15 @@ class AllReduce(Strategy):
         self._reduction = self.make_reduction()
 
     def hosts_of_rows(self) -> Hosts | None:
-        """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""
+        """Return the hosts inside which the gradients of tables are summed before they leave, or None."""
         return None
 
     def make_reduction(self) -> GradientReduction:
-        """What sums the gradients of a step."""
+        """Make the object that sums the gradients of a step."""
         return GradientReduction(self.without_tables(self.parts), self.summed_axes, self.sum_of)
 
     def without_tables(self, parts: ModelParts) -> ModelParts:
-        """What is summed in buckets."""
+        """Return the parts without their tables, whose gradients are not summed in buckets."""
         if (tables := self.tables) is None:
             return parts
         dense = {
@@ -81,19 +81,21 @@ class AllReduce(Strategy):
         return replace(parts, parameters_by_stage=dense)
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
-        """How the gradients of a bucket are summed over these axes."""
+        """Make the sum of a bucket of gradients over these axes."""
         options, context = self._compress, self.parts.context
         if self._feedback is None or "data" not in axes:
             return FlatSum(context.group(axes))
         replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
-            given = options.model_dump(include={"rank", "start_step", "min_compression_rate"})
-            return PowerSum(params, *self.levels(axes), self._feedback, **given)
+            arguments = options.model_dump(include={"rank", "start_step", "min_compression_rate"})
+            return PowerSum(params, *self.levels(axes), self._feedback, **arguments)
         return Bf16Sum(params, context.group(replica), *self.levels(("data",)), self._feedback)
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
-        """Of the ranks over these axes, data among them: those that are summed over exactly, and those between which
-        what travels is compressed.
+        """Return the ranks over these axes that are summed over exactly, and those between which values are compressed.
+
+        Args:
+            axes: axes, of which data is one.
         """
         return self.parts.context.group(tuple(axis for axis in axes if axis != "data")), self._data_group
 
@@ -133,7 +135,7 @@ class AllReduce(Strategy):
     def evaluation(self) -> Iterator[None]:
         yield
         if self.tables is not None:
-            self.tables.serve()
+            self.tables.drain()
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -146,11 +148,11 @@ class AllReduce(Strategy):
 
 
 class Hierarchical(AllReduce):
-    """Exact. Gradients are reduce-scattered over the ranks of a host, all-reduced between hosts, and all-gathered over
-    the ranks of a host; else as all-reduce: in buckets, while backward runs.
+    """The all-reduce of gradients in two levels, inside hosts and between them. It is exact.
 
-    Hosts are given (``hosts`` or ``per_host``: neighbours along data share one), or found by what ranks know of the
-    machines they are on. ``compress`` is of what goes between hosts.
+    Gradients are reduce-scattered over the ranks of a host, all-reduced between hosts, and all-gathered over the ranks
+    of a host, in buckets while backward runs. With ``hosts`` or ``per_host``, consecutive ranks along data share a
+    host; otherwise ranks compare the names of their machines. ``compress`` applies between hosts.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -176,12 +178,13 @@ class Hierarchical(AllReduce):
 
 
 class Hybrid(AllReduce):
-    """Exact. Dense gradients are all-reduced in buckets; tables (``sparse=True``) are held and updated by ranks that
-    own their rows, which sends the fewest bytes, after Parallax (1808.02621).
+    """The all-reduce of dense gradients in buckets, with tables (``sparse=True``) whose rows are owned. It is exact.
+
+    A rank stores and updates the rows that it owns, which sends the fewest bytes (Parallax, 1808.02621).
 
     Attributes:
-        choices: by full name of the table.
-        hosts: over which data ranks are spread; None where nobody asks, or hosts have unequal numbers of them.
+        choices: full name of a table -> its way.
+        hosts: the hosts of the data ranks; None without tables, or where hosts have unequal numbers of data ranks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -191,17 +194,17 @@ class Hybrid(AllReduce):
         self.choices: dict[str, Choice] = {}
         self.hosts: Hosts | None = None
 
-    def check_tables(self, found: Survey) -> None:
-        if problems := way_problems(self.options.ways, found):
+    def check_tables(self, survey: Survey) -> None:
+        if problems := way_problems(self.options.ways, survey):
             raise ValueError("; ".join(problems))
-        self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in found.tables}
+        self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in survey.tables}
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         per_host = self.options.ranks_per_host(context.size("data"))
         if self.choices and per_host is not None:
             self.hosts = Hosts.of_size(context, per_host)
         elif self.choices and context.size("data") > 1:
-            with suppress(ValueError):  # on all ranks: as many data ranks on each are what two levels need
+            with suppress(ValueError):  # on all ranks: hosts have unequal numbers of data ranks, so sums have one level
                 self.hosts = Hosts.detect(context)
         super().prepare(model, context)
 

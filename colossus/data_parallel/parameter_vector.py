@@ -1,4 +1,4 @@
-"""The parameters of a rank as one vector: to be sent, mixed and averaged."""
+"""The parameters of a rank as one vector, which can be sent, mixed and averaged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _ALIGNMENT = 64
 
 
 class ParameterVector:
-    """Where tensors of a rank lie in one buffer of bytes, those of a dtype side by side.
+    """The layout of a rank's tensors in one buffer of bytes, in which those of a dtype are contiguous.
 
     Args:
-        tensors: parameters as they are stored, say; in the same order on all ranks that exchange vectors.
-        wide: numbers of 16 bits are float32 in the buffer, to be added up.
+        tensors: stored parameters, say, in the same order on all ranks that exchange vectors.
+        wide: numbers of 16 bits are float32 in the buffer, so that they can be summed.
 
     Attributes:
-        nbytes: of the buffer.
-        device: of the tensors.
-        dtypes: of each tensor in the buffer.
+        tensors: the tensors.
+        nbytes: the size of the buffer.
+        device: the device of the tensors.
+        dtypes: the dtype of each tensor in the buffer.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, wide: bool = False) -> None:
@@ -32,7 +33,7 @@ class ParameterVector:
         self._by_dtype: dict[torch.dtype, list[int]] = {}
         for index, dtype in enumerate(self.dtypes):
             self._by_dtype.setdefault(dtype, []).append(index)
-        #: memory of the device for what goes to the host or comes from it
+        #: a buffer on the device for copies to and from the host
         self._on_device: Tensor | None = None
         self._segments: list[tuple[torch.dtype, int, int]] = []
         self.nbytes = 0
@@ -43,27 +44,27 @@ class ParameterVector:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most of it, for counts."""
+        """The dtype of most of the buffer, for accounting."""
         return max(self._segments, key=lambda segment: segment[2])[0] if self._segments else torch.uint8
 
     def empty(self) -> Tensor:
-        """A buffer, uint8 [nbytes]."""
+        """Return a buffer, uint8 [nbytes]."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
-        """The buffer as numbers: a flat view of each dtype."""
+        """Return a flat view of the numbers of each dtype in a buffer."""
         return [buffer[start : start + size].view(dtype) for dtype, start, size in self._segments]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Of each tensor, a view of its shape."""
-        found: dict[int, Tensor] = {}
+        """Return for each tensor a view of a buffer that has its shape."""
+        views: dict[int, Tensor] = {}
         for part, indices in zip(self.parts(buffer), self._by_dtype.values(), strict=True):
             pieces = part.split([self.tensors[index].numel() for index in indices])
-            found |= {at: piece.view(self.tensors[at].shape) for at, piece in zip(indices, pieces, strict=True)}
-        return [found[at] for at in range(len(self.tensors))]
+            views |= {at: piece.view(self.tensors[at].shape) for at, piece in zip(indices, pieces, strict=True)}
+        return [views[at] for at in range(len(self.tensors))]
 
     def on_device(self, buffer: Tensor) -> Tensor:
-        """A buffer where the tensors are: one of the host as a copy that was waited for, valid until the next call."""
+        """Return a buffer on the device of the tensors; one on the host is copied, and valid until the next call."""
         return buffer if buffer.device == self.device else self._staging().copy_(buffer)
 
     def _staging(self) -> Tensor:
@@ -73,7 +74,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def pack(self, buffer: Tensor) -> None:
-        """Copy the tensors into a buffer; into one on the host by one copy, which is waited for."""
+        """Copy the tensors into a buffer; for one on the host, by one copy for which this waits."""
         if not self.tensors:
             return
         packed = buffer if buffer.device == self.device else self._staging()
@@ -89,7 +90,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def add(self, buffer: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times a buffer to the tensors, bit for bit the opposite of what ``-alpha`` adds."""
+        """Add ``alpha`` times a buffer to the tensors; ``-alpha`` adds the opposite to the last bit."""
         if self.tensors:
             views = self.views(self.on_device(buffer))
             torch._foreach_add_([tensor.detach() for tensor in self.tensors], views, alpha=alpha)

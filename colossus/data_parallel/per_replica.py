@@ -1,4 +1,4 @@
-"""What inexact strategies have in common: every replica has parameters of its own."""
+"""The base of inexact strategies, under which every replica has parameters of its own."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from colossus.data_parallel.stop_agreement import StopAgreement
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 
-#: where the requests to stop are in a step's numbers
+#: the index of the requests to stop among a step's numbers
 _STOP = 3
 
 log = logging.getLogger("colossus.engine")
 
 
 class PerReplica(AllReduce):
-    """Base of the inexact strategies: gradients are summed inside of the replica, along data nothing is.
+    """The base of the inexact strategies: gradients are summed inside a replica, and not along data.
 
-    A *sync point* is one after which all replicas wait for each other anyway: because of an evaluation, a checkpoint,
-    ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
-    and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
+    A *sync point* is the end of a step after which all replicas wait for each other anyway: for an evaluation, a
+    checkpoint, ``log_every``, or the end of training. There the loss is that of all replicas, else that of this one
+    (`StepResult.replica`), and the requests to stop are summed with it. Between sync points `StopAgreement` spreads
+    requests to stop.
 
-    What is evaluated and exported is the average of the replicas (`average_addend`). It costs one all-reduce of the
-    parameters over data, in chunks, for each evaluation, checkpoint and export, and the memory of the parameters once
-    (of a checkpoint: of the part that a rank writes).
+    The average of the replicas is evaluated and exported (`average_addend`). Each evaluation, checkpoint and export
+    costs one all-reduce of the parameters over data, in chunks, and the memory of the parameters once (for a
+    checkpoint, the memory of the part that a rank writes).
 
     Attributes:
-        holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
+        holds_parameters: whether a replica that trains alone has the parameters themselves, not copies of them.
     """
 
     exact = False
@@ -73,8 +74,8 @@ class PerReplica(AllReduce):
         self._is_apart = False
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
-        if self.stop_agreement is not None and (heard := self.stop_agreement.heard()):
-            numbers[_STOP] += heard
+        if self.stop_agreement is not None and (requests := self.stop_agreement.pending_requests()):
+            numbers[_STOP] += requests
         return super().replica_scalars(numbers)
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class PerReplica(AllReduce):
         if not self.is_summed(step) or self.stop_agreement is None:
             return numbers
         self.stop_agreement.enter(step + 1)
-        self.come_together()
+        self.before_sync_point()
         if self._is_logged(step):
             self._distance = self._average.distance(self._average.parameters(self.average_addend()))
         total = self.sum_over_replicas(numbers)
@@ -102,19 +103,22 @@ class PerReplica(AllReduce):
         if self.stop_agreement is None:
             return
         self.stop_agreement.enter(self._completed + 1)
-        self.come_together()
+        self.before_sync_point()
         collectives.barrier(self._data_group, self.parts.context.device)
         self.stop_agreement.leave()
 
-    def come_together(self) -> None:
-        """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
-        would, answer the others, take in what is under way.
+    def before_sync_point(self) -> None:
+        """Prepare for a sync point, before replicas wait for each other in a collective over data.
+
+        A strategy may wait longer here than a collective would, answer other replicas, and take in their messages.
         """
         self._is_apart = False
 
-    def part(self) -> None:
-        """Before links are closed that others may need: wait for them, unless nothing was done since the last sync
-        point, or a step has failed or an exception is on its way, of which they hear by the closing.
+    def wait_before_close(self) -> None:
+        """Wait for the other replicas before links close that they may need.
+
+        Not where no step was made since the last sync point, nor after an exception: the others notice that the links
+        close.
         """
         if self._is_apart and sys.exception() is None:
             self.sync_point()
@@ -127,7 +131,7 @@ class PerReplica(AllReduce):
             yield
             return
         self.sync_point()
-        self.store.release()  # what compute has gathered is of the replica's own
+        self.store.release()  # gathered parameters are the replica's own
         with self._average.in_place(self.average_addend()) as self._distance:
             self.is_averaged = True
             try:

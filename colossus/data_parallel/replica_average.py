@@ -1,4 +1,4 @@
-"""The average of replicas that have parameters of their own: of parameters, buffers, and how far they are from it."""
+"""The average of replicas that have parameters of their own, and their distance from it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from colossus.gradients.reduction import ModelParts
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 
-#: (shared tensors, weight), as `Strategy.average_addend` gives them
+#: (tensors, weight), as `Strategy.average_addend` returns them
 Share = tuple[Sequence[Tensor], float]
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far replicas are from their average.
+    """The distance of the replicas' parameters z_i from their average.
 
     Attributes:
-        absolute: root of the mean over replicas of ||z_i - average||^2.
-        norm: of the average.
+        absolute: the root of the mean over replicas of ||z_i - average||^2.
+        norm: the norm of the average.
     """
 
     absolute: float
@@ -42,12 +42,14 @@ class Distance:
 
 
 class ReplicaAverage:
-    """The average over the replicas of what each has of its own.
+    """The average over replicas of the parameters and buffers that differ between them.
 
-    Memory: one chunk of ``bucket_mb`` (or the largest parameter), beside what `Strategy.average_addend` makes.
+    It takes the memory of one chunk of ``bucket_mb`` (or of the largest parameter) beside that of
+    `Strategy.average_addend`.
 
     Args:
-        params: stored parameters that differ between replicas, the same on ranks along data.
+        parts: the model of this rank.
+        params: the stored parameters that differ between replicas, in the same order on all ranks along data.
     """
 
     def __init__(self, parts: ModelParts, params: Sequence[nn.Parameter]) -> None:
@@ -55,7 +57,7 @@ class ReplicaAverage:
         self._group = parts.context.group("data")
         self._vector = ParameterVector(self._params)
         elsewhere = {id(param) for param in parts.counted_elsewhere}
-        #: of each parameter the rows that this rank is the first of its replica to hold, as indices
+        #: for each parameter, indices of the rows that this rank counts: it is the first of its replica to store them
         self._counted = [[] if id(param) in elsewhere else self._counted_rows(param) for param in self._params]
 
     def _counted_rows(self, param: nn.Parameter) -> list[Any]:
@@ -68,14 +70,16 @@ class ReplicaAverage:
 
     @torch.no_grad()
     def parameters(self, share: Share) -> Iterator[tuple[int, Tensor]]:
-        """Of each parameter, by its number, the sum of the shares over the sum of their weights: a tensor of its shape,
-        of its dtype or wider, valid until the next. Collective over data, to the end.
+        """Yield the average of each parameter, with its number: the sum of the shares over the sum of their weights.
+
+        An average has the parameter's shape, and its dtype or a wider one, and is valid until the next. Collective
+        over data, until the iterator ends.
         """
         tensors, weight = share
         weights = torch.tensor([weight], dtype=torch.float64, device=self._parts.context.device)
         total = collectives.all_reduce(weights, self._group, owned=True).wait().item()
         for numbers in self._chunks(tensors):
-            # low precision would lose what differs
+            # low precision would lose the differences
             wide = torch.float32 if tensors[numbers[0]].dtype in LOW else tensors[numbers[0]].dtype
             flat = torch.cat([tensors[number].reshape(-1).to(wide) for number in numbers])
             flat = collectives.all_reduce(flat, self._group, owned=True).wait().div_(total)
@@ -84,23 +88,24 @@ class ReplicaAverage:
                 yield number, piece.view(tensors[number].shape)
 
     def _chunks(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Numbers of tensors that travel together: of one dtype and device, as many as fit a bucket."""
-        most = int(self._parts.bucket_mb * 2**20)
+        """Yield the numbers of tensors that travel together: of one dtype and device, as many as fit in a bucket."""
+        max_bytes = int(self._parts.bucket_mb * 2**20)
         open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
         for number, tensor in enumerate(tensors):
             kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-            chunk, held = open_chunks.get(kind, ([], 0))
-            if chunk and held + size > most:
+            chunk, nbytes = open_chunks.get(kind, ([], 0))
+            if chunk and nbytes + size > max_bytes:
                 yield chunk
-                chunk, held = [], 0
-            open_chunks[kind] = [*chunk, number], held + size
+                chunk, nbytes = [], 0
+            open_chunks[kind] = [*chunk, number], nbytes + size
         for chunk, _ in open_chunks.values():
             yield chunk
 
     @torch.no_grad()
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """The floating-point buffers that differ between replicas (running statistics), each with its mean over them.
-        Collective over data, where the model has such buffers.
+        """Return the floating-point buffers that differ between replicas (running statistics), each with its mean.
+
+        Collective over data, where the model has floating-point buffers.
         """
         mine = [buffer for buffer in self._parts.model.buffers() if buffer.is_floating_point() and buffer.numel()]
         if not mine:
@@ -116,7 +121,11 @@ class ReplicaAverage:
 
     @torch.no_grad()
     def distance(self, averages: Iterable[tuple[int, Tensor]]) -> Distance:
-        """How far the parameters are from these averages, by their numbers. Collective over all ranks."""
+        """Return the distance of the parameters from these averages. Collective over all ranks.
+
+        Args:
+            averages: numbers of parameters and their averages, as from `parameters`.
+        """
         context = self._parts.context
         squares = torch.zeros(2, dtype=torch.float64, device=context.device)
         for number, mean in averages:
@@ -130,32 +139,32 @@ class ReplicaAverage:
 
     @contextmanager
     def in_place(self, share: Share) -> Iterator[Distance]:
-        """Inside, parameters and buffers are the average. After it they are the replica's own again, bit for bit,
-        whatever happened inside.
+        """Set parameters and buffers to the average inside, and give their distance from it.
 
-        Beginning is collective over all ranks, ending is not. Memory: the replica's own, beside the average.
+        Afterwards they are the replica's own again, bit for bit, also after an exception. Entering is collective over
+        all ranks, leaving is not. Inside it takes the memory of the replica's own parameters beside the average.
         """
-        kept, buffers = self._vector.empty(), []
+        own_parameters, buffers = self._vector.empty(), []
         with as_shards():
-            self._vector.pack(kept)
+            self._vector.pack(own_parameters)
         try:
             with as_shards():
                 means = self.buffers()
                 buffers = [(buffer, buffer.clone()) for buffer, _ in means]
-                apart = self.distance(self._written(self.parameters(share)))
+                distance = self.distance(self._write(self.parameters(share)))
                 for buffer, mean in means:
                     buffer.copy_(mean)
             torch.clear_autocast_cache()
-            yield apart
+            yield distance
         finally:
             with as_shards():
-                self._vector.unpack(kept)
+                self._vector.unpack(own_parameters)
                 for buffer, own in buffers:
                     buffer.copy_(own)
             torch.clear_autocast_cache()
 
-    def _written(self, averages: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """The same; each is written to its parameter when the next is asked for."""
+    def _write(self, averages: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the averages, and write each to its parameter when the next is asked for."""
         for number, mean in averages:
             yield number, mean
             self._params[number].detach().copy_(mean)

@@ -1,5 +1,6 @@
-"""Rounds: every replica makes steps of its own, then all take the average (local SGD), or make a step by it (SlowMo,
-DiLoCo).
+"""Strategies of rounds: replicas make steps of their own, then take their average (local SGD), or an outer step by it.
+
+SlowMo and DiLoCo make outer steps.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from colossus.data_parallel.replica_average import Distance
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 
-#: chunks of an average that travel at once
-_MOST = 3
+#: the most chunks of an average that travel at once
+_MAX_CHUNKS = 3
 
 
 class Averaging(PerReplica):
-    """Base: after ``period`` steps all replicas take their average, weighted by the tokens that each trained on.
+    """The base of rounds: after ``period`` steps all replicas take their average, weighted by the tokens of each.
 
     Attributes:
-        params: as they are stored, those first that other stages of a pipeline hold, too.
-        anchor: of each of these the value that all replicas began the round with; None before the first round.
-        momentum: of the outer step, of each; None where there is none.
+        params: the stored parameters, first those that other pipeline stages share.
+        anchor: for each of them the value with which all replicas began the round; None before the first round.
+        momentum: for each of them the momentum of the outer step; None where there is none.
     """
 
     options: AveragingOptions
-    #: whether rounds begin with a copy of the parameters
+    #: whether `anchor` is a copy of the parameters at the beginning of a round
     keeps_anchor = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
@@ -45,23 +46,23 @@ class Averaging(PerReplica):
         tied = {id(store.stored(param)) for param, _ in parts.tied}
         self.params = sorted(self.trained, key=lambda param: id(param) not in tied)
         self.vector = ParameterVector([param.detach() for param in self.params], wide=True)
-        #: they travel in chunks of their own: the order in which a collective adds depends on where in its buffer a
-        #: number is, and copies are to stay alike to the bit
+        #: dtype -> number of elements of tied parameters, which travel in chunks of their own: a collective's order of
+        #: additions depends on an element's place in its buffer, and copies must stay equal to the last bit
         self._num_tied: dict[torch.dtype, int] = {}
         for param, dtype in zip(self.params, self.vector.dtypes, strict=True):
             if id(param) in tied:
                 self._num_tied[dtype] = self._num_tied.get(dtype, 0) + param.numel()
         self._number_of = {param: number for number, param in enumerate(self.trained)}
         self._tokens_of_step: Tensor | None = None
-        #: on which the replica has trained in this round
+        #: the tokens on which the replica has trained in this round
         self._tokens = torch.zeros((), dtype=torch.float64, device=parts.context.device)
         self.anchor: list[Tensor] | None = None
         self.momentum: list[Tensor] | None = None
-        #: how far replicas were apart before the average of the step that runs
-        self._apart: Distance | None = None
+        #: the distance of the replicas before the average of the step that runs
+        self._distance_before: Distance | None = None
 
     def ends_round(self, step: int) -> bool:
-        """Whether there is an average after step ``step`` (from 0)."""
+        """Return whether a round ends with step ``step`` (from 0)."""
         return (step + 1) % self.options.period == 0
 
     def begin_step(self, step: int) -> None:
@@ -70,7 +71,7 @@ class Averaging(PerReplica):
             self.anchor = self.vector.views(self._packed())
 
     def _packed(self) -> Tensor:
-        """The parameters in a new buffer."""
+        """Return the parameters in a new buffer."""
         buffer = self.vector.empty()
         self.vector.pack(buffer)
         return buffer
@@ -81,23 +82,23 @@ class Averaging(PerReplica):
         return numbers
 
     def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
-        trained = self._tokens_of_step
-        assert trained is not None
-        self._tokens = self._tokens + (trained if found_inf is None else torch.where(found_inf, 0.0, trained))
+        tokens = self._tokens_of_step
+        assert tokens is not None
+        self._tokens = self._tokens + (tokens if found_inf is None else torch.where(found_inf, 0.0, tokens))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if not self.ends_round(step):
             return
         if self.stop_agreement is not None:
-            self.stop_agreement.enter(step + 1)  # all wait for all here; `reduce_scalars` is the end of it
+            self.stop_agreement.enter(step + 1)  # all replicas wait for each other here, until `reduce_scalars`
         average = self._packed()
         if self._data_group.size > 1:
             total = self._tokens_of_all()
             weight = torch.where(total > 0, self._tokens / total, 1 / self._data_group.size)
             _sum_of_shares(self._chunks(average), weight, self._data_group)
             means = zip(self.params, self.vector.views(average), strict=True)
-            self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
+            self._distance_before = self._average.distance((self._number_of[param], mean) for param, mean in means)
         self.end_round(average)
         self.vector.unpack(average)
         self._tokens = torch.zeros_like(self._tokens)
@@ -106,7 +107,7 @@ class Averaging(PerReplica):
         return collectives.all_reduce(self._tokens.clone(), self._data_group, owned=True).wait()
 
     def _chunks(self, buffer: Tensor) -> Iterator[Tensor]:
-        """A buffer as numbers, in pieces of a size that one collective takes well."""
+        """Yield the numbers of a buffer in pieces that fit in one collective."""
         for part in self.vector.parts(buffer):
             num_tied = self._num_tied.get(part.dtype, 0)
             for piece in part.split([num_tied, part.numel() - num_tied]):
@@ -114,10 +115,11 @@ class Averaging(PerReplica):
                     yield from piece.split(SLOT_BYTES // part.itemsize)
 
     def end_round(self, average: Tensor) -> None:
-        """Change ``average``, a buffer of the vector that is the same on all replicas, to what they go on from."""
+        """Change ``average``, a buffer that is the same on all replicas, to the parameters of the next round."""
 
     def average_addend(self) -> tuple[list[Tensor], float]:
-        """Weighted as at the end of the round that is open; all alike where nobody has trained since the last.
+        """Return the addend with the weights that the open round has so far, equal ones where no replica has trained.
+
         Collective over data.
         """
         shares, weight = super().average_addend()
@@ -133,7 +135,7 @@ class Averaging(PerReplica):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         numbers = super().reduce_scalars(step, numbers)
-        self._distance, self._apart = self._apart or self._distance, None
+        self._distance, self._distance_before = self._distance_before or self._distance, None
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,25 +145,25 @@ class Averaging(PerReplica):
         self._tokens = torch.full_like(self._tokens, state.get("tokens", 0.0))
 
     def parameter_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        found: dict[nn.Parameter, dict[str, Any]] = {}
-        for name, held in (("anchor", self.anchor), ("momentum", self.momentum)):
-            for param, value in zip(self.params, held or (), strict=False):
-                found.setdefault(param, {})[name] = value
-        return found
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for name, values in (("anchor", self.anchor), ("momentum", self.momentum)):
+            for param, value in zip(self.params, values or (), strict=False):
+                state.setdefault(param, {})[name] = value
+        return state
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        held = [state.get(param, {}) for param in self.params]
+        by_param = [state.get(param, {}) for param in self.params]
         self.anchor, self.momentum = (
-            [of_param[name] for of_param in held] if all(name in of_param for of_param in held) else None
+            [of_param[name] for of_param in by_param] if all(name in of_param for of_param in by_param) else None
             for name in ("anchor", "momentum")
         )
 
 
 class LocalSGD(Averaging):
-    """x <- sum of (tokens_i / tokens) x_i after each ``period`` steps; the optimizer's state is the replica's own
-    (1805.09767).
+    """Local SGD (1805.09767): x <- sum of (tokens_i / tokens) x_i after each ``period`` steps.
 
-    Post-local SGD (1808.07217) is a run with all_reduce that goes on from its checkpoint with this.
+    Each replica's optimizer keeps its own state. For post-local SGD (1808.07217), resume a run of all_reduce from its
+    checkpoint with this strategy.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -169,24 +171,27 @@ class LocalSGD(Averaging):
 
 
 class OuterStep(Averaging):
-    """Base: what a round has changed is the gradient of an outer SGD, of which all replicas make the same step."""
+    """The base of outer steps: the change of a round is the gradient of an outer SGD, the same on all replicas."""
 
     keeps_anchor = True
-    #: anchor, momentum and rates are; the tokens of the first then weigh the part of the round that all have in common
+    #: anchor, momentum and rates are the same; the first replica's tokens then weigh the part of the round so far
     state_is_alike = True
 
     @torch.no_grad()
     def outer_step(
         self, average: Tensor, *, lr: float, momentum: float, nesterov: bool, inner_lr: Sequence[float] | None = None
     ) -> None:
-        """SGD on the anchor, with the gradient ``(anchor - average) / inner_lr`` and the rate ``lr * inner_lr``.
+        """Make a step of SGD on the anchor, with the gradient ``(anchor - average) / inner_lr``.
 
-        With an inner rate that is slow momentum (1910.00643, algorithm 1), without one the outer step of DiLoCo
-        (2311.08105).
+        Its rate is ``lr * inner_lr``. With ``inner_lr`` this is slow momentum (1910.00643, algorithm 1), without it the
+        outer step of DiLoCo (2311.08105).
 
         Args:
-            average: bytes of the vector; overwritten with what the anchor is then.
-            inner_lr: of each parameter, the mean over the round. Where it is 0 nothing has moved.
+            average: a buffer of the vector, which is overwritten with the new anchor.
+            lr: the outer rate.
+            momentum: that of the outer SGD.
+            nesterov: whether it is Nesterov's.
+            inner_lr: for each parameter, the mean of its inner rate over the round; one with 0 has not moved.
         """
         anchor, gradient = self.anchor, self.vector.views(average)
         assert anchor is not None
@@ -214,8 +219,8 @@ class OuterStep(Averaging):
 class SlowMo(OuterStep):
     """u <- beta u + (x_0 - x) / gamma, x_0 <- x_0 - alpha gamma u, with x the replicas' average at the end of a round.
 
-    Momentum of whole rounds, over local SGD (1910.00643). gamma is the optimizer's learning rate, of each parameter
-    group the mean over the round. Each replica's optimizer keeps its own state ("maintain" in section 2 of the paper).
+    This is momentum of whole rounds, over local SGD (1910.00643). gamma is the learning rate of the parameter's group,
+    as a mean over the round. Each replica's optimizer keeps its own state ("maintain" in section 2 of the paper).
     """
 
     options: SlowMoOptions
@@ -225,7 +230,7 @@ class SlowMo(OuterStep):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        #: of each parameter the sum of the learning rates of the round's steps
+        #: parameter -> sum of its learning rates over the steps of the round
         self._lr_sums: dict[nn.Parameter, float] = {}
         self._num_steps = 0
 
@@ -252,19 +257,20 @@ class SlowMo(OuterStep):
         self._num_steps = state.get("num_steps", 0)
 
     def parameter_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        found = super().parameter_state()
+        state = super().parameter_state()
         for param, total in self._lr_sums.items():
-            found.setdefault(param, {})["lr_sum"] = total
-        return found
+            state.setdefault(param, {})["lr_sum"] = total
+        return state
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         super().load_parameter_state(state)
-        self._lr_sums = {param: held["lr_sum"] for param, held in state.items() if "lr_sum" in held}
+        self._lr_sums = {param: entries["lr_sum"] for param, entries in state.items() if "lr_sum" in entries}
 
 
 class DiLoCo(OuterStep):
-    """An outer optimizer steps by what a round of the replicas' own steps has changed (2311.08105): its gradient is
-    what the parameters were when the round began minus the replicas' average at its end.
+    """DiLoCo (2311.08105), an outer optimizer that makes one step for each round of the replicas' own steps.
+
+    Its gradient is the parameters at the beginning of the round minus the replicas' average at its end.
     """
 
     options: DiLoCoOptions
@@ -278,7 +284,7 @@ class DiLoCo(OuterStep):
 
 
 def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
-    """Each chunk times this rank's weight, summed over the group in place: the same to the last bit on all ranks."""
+    """Sum each chunk times this rank's weight over the group, in place; all ranks get the same bits."""
     under_way: deque[tuple[Tensor, Pending]] = deque()
 
     def finish_one() -> None:
@@ -289,7 +295,7 @@ def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -
 
     for chunk in chunks:
         under_way.append((chunk, collectives.all_reduce(chunk.mul_(weight), group, owned=True)))
-        if len(under_way) == _MOST:
+        if len(under_way) == _MAX_CHUNKS:
             finish_one()
     while under_way:
         finish_one()

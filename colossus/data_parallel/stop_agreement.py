@@ -1,4 +1,4 @@
-"""How replicas that do not wait for each other stop after the same step: through the store."""
+"""The agreement, through the store, of replicas that do not wait for each other on the step after which they stop."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from colossus.comm import collectives
 from colossus.comm.peer_gone import PeerGone
 from colossus.context.parallel_context import ParallelContext
 
-#: seconds between two looks at the store
+#: the seconds between two looks at the store
 _LOOK_EVERY = 0.2
-#: seconds between two looks of a replica that waits
+#: the shortest and the longest pause between two looks of a replica that waits, in seconds
 _POLL = (0.005, 0.1)
 
 
 class StopAgreement:
-    """A request of any rank to stop becomes a step after which all replicas stop: the largest that any has completed.
+    """The agreement on a stop: after a request of any rank, all replicas stop after the last step that one completed.
 
-    A replica that requests it posts that and the steps it has completed, and waits until all others have posted theirs,
-    which they do when they see the request; all see the same steps then, and nobody is beyond the largest of them.
+    The replica with the request posts it with the number of its completed steps, and waits until all others have posted
+    theirs, which they do when they see the request. Then all see the same numbers, and none is beyond the largest.
 
-    A *sync point* is where all replicas wait for each other: in a collective of theirs, at an evaluation, a checkpoint
-    or the end. Who comes to one posts where it is, requested or not (`enter`), so that nobody waits for one that waits.
-    Posts are named by the number of sync points so far, the same on all replicas that can see each other's.
+    A *sync point* is a place where all replicas wait for each other: a collective over data, an evaluation, a
+    checkpoint or the end. A replica that comes to one posts its step in any case (`enter`), so that no replica waits
+    for one that waits. The names of posts contain the number of sync points so far, which is the same on all replicas
+    that can see each other's posts.
 
-    The first rank of each replica writes to the store, and tells the others of its replica what they have to know.
+    The first rank of each replica uses the store, and broadcasts the outcome inside the replica.
 
     Args:
-        while_waiting: called again and again; raises when it is in vain.
-        on_progress: called where one that is waited for has gone on: nothing is stuck.
+        context: the ranks.
+        while_waiting: called again and again during a wait; raises where the wait is in vain.
+        on_progress: called when a replica that this one waits for has gone on, so that nothing counts as stuck.
     """
 
     def __init__(
@@ -47,15 +49,18 @@ class StopAgreement:
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
         self._on_progress = on_progress
         self._sync_points = self._rounds = 0
-        #: (step, requests) that all have agreed on
+        #: the (step, requests) that all replicas have agreed on
         self._agreed: tuple[int, float] | None = None
         self._seen, self._next_look, self._has_posted = 0.0, 0.0, False
-        self._num_steps = self._meetings = 0
+        self._num_steps = self._num_waits = 0
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def heard(self) -> float:
-        """A request of another replica, for the leader to add to what its replica sums; costs nothing on most calls."""
+    def pending_requests(self) -> float:
+        """Return requests of other replicas, on the first rank of this one, which adds them to its own; else 0.
+
+        Most calls do not look at the store and cost nothing.
+        """
         if not self._is_leader:
             return 0.0
         now, self._num_steps = time.monotonic(), self._num_steps + 1
@@ -72,18 +77,20 @@ class StopAgreement:
         return self._seen
 
     def answer(self, latest: int) -> None:
-        """This replica waits for others in the midst of a step, and one of them may wait for its post: after ``latest``
-        steps it can stop, having heard of the request.
+        """Post this replica's step where there is a request, in a wait inside a step: another replica may wait for it.
+
+        Args:
+            latest: the number of steps after which this replica can stop.
         """
         if self._is_leader and not self._has_posted and self._look():
             self._post(latest, self._seen)
 
     def agree(self, completed: int, requests: float) -> float:
-        """At the end of a step, on all ranks of a replica: the requests that all replicas act on now, 0 for none.
+        """Return the requests that all replicas act on after this step, 0 for none; on all ranks of a replica.
 
         Args:
-            completed: steps that this replica has completed, this one included.
-            requests: of this replica, what was `heard` included; the same on all its ranks.
+            completed: the steps that this replica has completed, this one included.
+            requests: the requests of this replica and `pending_requests`; the same on all of its ranks.
 
         Raises:
             RuntimeError: a replica was silent for too long.
@@ -97,40 +104,40 @@ class StopAgreement:
         if self._agreed is None or completed < self._agreed[0]:
             return 0.0
         (step, total), self._agreed = self._agreed, None
-        assert step == completed, f"all stop after step {step}, and this replica is at {completed}"
+        assert step == completed, f"all stop after step {step}, but this replica is at {completed}"
         self._rounds, self._seen, self._has_posted = self._rounds + 1, 0.0, False
         return total
 
     # -- sync points --------------------------------------------------------------------------------------
 
     def enter(self, completed: int) -> None:
-        """This replica comes to a sync point, and can stop after ``completed`` steps, or later."""
+        """Post that this replica comes to a sync point, and can stop after ``completed`` steps or later."""
         if self._is_leader:
             self._store.set(self._sync_point_key(self._me), f"{completed} 0.0")
 
     def leave(self, *, looks: bool = True) -> None:
-        """All replicas have come to the sync point. Collective in a replica.
+        """Leave the sync point, to which all replicas have come. Collective in a replica.
 
         Args:
-            looks: whether a request is looked for that others have agreed on meanwhile, and counted on this replica
-                as one that waits. Not where the sync point itself tells all replicas of all requests.
+            looks: whether to look for a request on which others have agreed meanwhile, with this replica's post. False
+                where the sync point itself spreads all requests.
         """
         if not looks:
             self._agreed = None
         elif self._agreed is None:
-            # whoever requested it before this sync point came to it after that; nobody uses this name after it
+            # a replica makes its request before it comes to the sync point, and none uses this name afterwards
             is_requested = self._is_leader and self._store.check([self._key("request")])
             self._agreed = self._broadcast(self._largest_post() if is_requested else None)
         self._sync_points, self._rounds, self._seen, self._has_posted = self._sync_points + 1, 0, 0.0, False
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all replicas have come here, however far behind they are, as long as one of them makes steps.
 
         Raises:
-            RuntimeError: none has made one for the time that a collective may take.
+            PeerGone: none of them has made a step for the time that a collective may take.
         """
-        self._meetings += 1
-        keys = {replica: f"arrived/{self._meetings}/{replica}" for replica in self._all}
+        self._num_waits += 1
+        keys = {replica: f"arrived/{self._num_waits}/{replica}" for replica in self._all}
         self._store.set(keys[self._me], "")
         progress: list[bytes] = []
         since = time.monotonic()
@@ -143,8 +150,8 @@ class StopAgreement:
                 self._on_progress()
             elif time.monotonic() - since > self._timeout:
                 raise PeerGone(
-                    f"timeout: this replica waits for replica {', '.join(map(str, missing))}, of which none has made a "
-                    f"step for {self._timeout:g} s (comm.timeout_seconds)"
+                    f"timeout: this replica waits for replica {', '.join(map(str, missing))}, but none of these has "
+                    f"made a step for {self._timeout:g} s (comm.timeout_seconds)"
                 )
             time.sleep(_POLL[0])
 
@@ -161,7 +168,7 @@ class StopAgreement:
         self._store.set(self._key(self._me), f"{completed} {requests!r}")
 
     def _largest_post(self) -> tuple[int, float]:
-        """Wait until all replicas have posted."""
+        """Wait until all replicas have posted, and return the largest step and the largest requests of their posts."""
         posts: dict[int, tuple[int, float]] = {}
         deadline, pause = time.monotonic() + self._timeout, _POLL[0]
         while True:
@@ -183,16 +190,16 @@ class StopAgreement:
             pause = min(2 * pause, _POLL[1])
 
     def _post_of(self, replica: int) -> tuple[int, float] | None:
-        # a replica posts the step of a request before it comes to the sync point: who sees the latter sees the former
-        meets = self._store.check([self._sync_point_key(replica)])
-        for key in (self._key(replica), *([self._sync_point_key(replica)] if meets else [])):
+        # a replica posts the step of a request first and its sync point later, so the checks are in the other order
+        is_at_sync_point = self._store.check([self._sync_point_key(replica)])
+        for key in (self._key(replica), *([self._sync_point_key(replica)] if is_at_sync_point else [])):
             if self._store.check([key]):
                 step, total = self._store.get(key).split()
                 return int(step), float(total)
         return None
 
     def _broadcast(self, agreed: tuple[int, float] | None) -> tuple[int, float] | None:
-        """What the leader says, on all ranks of its replica."""
+        """Return the first rank's value on all ranks of its replica."""
         numbers = torch.tensor(agreed or (-1, 0.0), dtype=torch.float64, device=self._device)
         step, total = collectives.broadcast(numbers, self._replica, 0).tolist()
         return None if step < 0 else (int(step), total)

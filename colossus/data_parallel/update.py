@@ -1,4 +1,4 @@
-"""The update of a step: gradients are scaled and clipped; an accelerator may leave it out, and nobody waits for it."""
+"""The update of a step: scaling and clipping of gradients, and steps that an accelerator skips by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colossus.gradients.gradient_norm import values_of
 
 
 def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: float | None = None) -> None:
-    """Multiply all gradients in place; then clip their elements to at most ``clip_value``, if that is given."""
+    """Multiply all gradients in place, then clip their elements to ``clip_value`` in absolute value, unless None."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None:
@@ -30,7 +30,7 @@ def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: f
 
 @contextmanager
 def _skipped_where(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """As `torch.amp.GradScaler` tells a fused optimizer that its step may have to change nothing."""
+    """Make the steps of a fused optimizer inside change nothing where ``found_inf``, as `torch.amp.GradScaler` does."""
     optimizer.grad_scale, optimizer.found_inf = None, found_inf.float()
     try:
         yield
@@ -39,11 +39,11 @@ def _skipped_where(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
 
 
 def skipping_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> AbstractContextManager[None] | None:
-    """Around a step that an accelerator leaves out where ``found_inf``, without being waited for.
+    """Return a context in which an accelerator skips a step where ``found_inf``, while the host does not wait.
 
-    None where that is to be waited for: on the CPU, where it costs nothing; with parameters that are elsewhere, or an
-    optimizer that is not fused; and in the first step of a parameter, in which torch would leave a momentum of SGD
-    without a value.
+    None where the host has to read ``found_inf`` instead: on the CPU, where that costs nothing; for parameters on
+    another device, or an optimizer that is not fused; and in the first step of a parameter, in which torch would leave
+    a momentum of SGD without a value.
     """
     if found_inf.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return None

@@ -1,1 +1,1 @@
-"""Layers over tables with sparse gradients, and a model of words; what a step does with them is `engine/sparse`."""
+"""Tables with sparse gradients: layers that look up in them, their sums over ranks, their optimizers; a word model."""

@@ -26,23 +26,31 @@ BagMode = Literal["sum", "mean", "max"]
 
 
 class EmbeddingBag(Layer):
-    """``torch.nn.EmbeddingBag``: sum, mean or largest values of the rows of each bag.
+    """``torch.nn.EmbeddingBag``: the sum, the mean or the maximum of the rows of each bag.
 
-    Under tensor parallelism the table is split by features as activations between blocks are, or replicated where they
-    do not divide. With ``sparse`` its gradient is of the rows that were looked up, in every mode.
+    Under tensor parallelism the table is split by features like activations between blocks, or replicated where its
+    features do not divide. With ``sparse`` its gradient is of the rows that were looked up, in every mode.
 
     Args:
-        max_norm, scale_grad_by_freq: refused: rows change in a lookup, or gradients by how often a rank has seen an
-            id, which no other plan repeats.
+        num_embeddings: the rows of the table.
+        embedding_dim: the features of a row.
+        max_norm: refused, since a lookup would change rows, which no other plan could repeat.
+        norm_type: ignored without ``max_norm``.
+        scale_grad_by_freq: refused, since gradients would depend on how often one rank has seen an id.
+        mode: ``sum``, ``mean`` or ``max``.
+        sparse: whether the gradient is of the rows that were looked up.
         include_last_offset: refused, as offsets are.
-        device: accepted as torch does, and ignored: the table is made on the device of the context.
+        padding_idx: an id that belongs to no bag.
+        device: ignored; the table is made on the device of the context.
+        dtype: the dtype of the table.
+        init: the initial values, by default normal, with zeros in the row of ``padding_idx``.
 
     Shape:
-        ids [bags, n] in the whole layout; output [bags, embedding_dim]. Bags of unlike lengths are filled up with
-        ``padding_idx``; torch's offsets are not there: a batch is split into microbatches and over ranks along dim 0.
+        ids [bags, n] in the whole layout -> [bags, embedding_dim]. Pad bags of different lengths with ``padding_idx``.
+        torch's offsets are not supported, since a batch is split into microbatches and over ranks along dim 0.
 
     Raises:
-        ValueError: for ids outside the table (checked on CPU), and for what `embedding_bag` refuses.
+        ValueError: an id is outside the table (checked on CPU), or `embedding_bag` refuses the arguments.
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class EmbeddingBag(Layer):
     ) -> None:
         super().__init__()
         if max_norm is not None or scale_grad_by_freq:
-            raise located_error("EmbeddingBag: max_norm and scale_grad_by_freq are not there; leave them out")
+            raise located_error("EmbeddingBag: max_norm and scale_grad_by_freq are not supported; leave them out")
         if include_last_offset:
             raise located_error("EmbeddingBag: it takes no offsets; leave include_last_offset out")
         if mode not in ("sum", "mean", "max"):
@@ -111,17 +119,21 @@ class EmbeddingBag(Layer):
 
 
 def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> Place | None:
-    """`sequence_place` of the bags, of which a rank must have whole ones."""
+    """Return the `sequence_place` of the bags.
+
+    Raises:
+        ValueError: bags are given by offsets, or the tokens of a bag are split over sequence ranks.
+    """
     if offsets is not None:
         raise located_error(
-            f"{title}: it takes ids [bags, n], filled up with padding_idx, and no offsets: along these no batch can be "
-            f"cut"
+            f"{title}: it takes ids [bags, n], padded with padding_idx, and no offsets: a batch cannot be cut along "
+            f"these"
         )
     place = sequence_place(ids)
     if place is not None and (ids.dim() != 2 or place.dim != 0):
         raise located_error(
-            f"{title}: under parallel.sequence a rank has a part of the tokens, and so of each bag: a bag may be made "
-            f"of what belongs to one token, as ids [tokens, n], but not of tokens"
+            f"{title}: under parallel.sequence a rank has a part of the tokens, and so would have a part of each bag. "
+            f"A bag may contain ids of one token, as ids [tokens, n], but not the tokens of a sequence"
         )
     return place
 
@@ -136,27 +148,30 @@ def embedding_bag(
     padding_idx: int | None = None,
     title: str = "embedding_bag",
 ) -> Tensor:
-    """``F.embedding_bag`` on the rows that are looked up, each of them once.
+    """Apply ``F.embedding_bag`` to the rows of the ids, each of which is looked up once.
 
-    An id that is ``padding_idx`` belongs to no bag, and its row is not looked up. An empty bag gives zeros. Of ``max``
-    each feature's gradient goes to the row that has the largest value of it.
+    An id that is ``padding_idx`` belongs to no bag, and its row is not looked up. The result of an empty bag is zeros.
+    Under ``max``, the gradient of a feature goes to the row with its largest value.
 
     Args:
         ids: [bags, n].
         table: [rows, dim].
-        per_sample_weights: of the shape of ids, with mode ``sum``; may want a gradient.
-        title: how an error names it.
+        mode: ``sum``, ``mean`` or ``max``.
+        sparse: whether the table's gradient is of the rows that were looked up.
+        per_sample_weights: of the shape of ids, with mode ``sum``; may require a gradient.
+        padding_idx: an id that belongs to no bag.
+        title: the layer's name in errors.
 
     Returns:
-        [bags, dim], in the dtype of the table or, with a source of rows, that in which its gradients are summed.
+        [bags, dim], in the dtype of the table or, with a row source, in that of the sum of its gradients.
 
     Raises:
-        ValueError: for shapes and modes that do not fit.
+        ValueError: the shapes or the mode do not fit.
     """
     if ids.dim() != 2:
         raise located_error(
-            f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n]. Bags of unlike lengths are filled up with "
-            f"padding_idx; there are no offsets, along which no batch can be cut"
+            f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n]. Pad bags of different lengths with "
+            f"padding_idx; offsets are not supported, since a batch cannot be cut along them"
         )
     if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
         raise located_error(
@@ -170,10 +185,10 @@ def embedding_bag(
     wide = gradient_dtype(table)
     with_few_rows = sparse or row_source(table) is not None
     if padding_idx is not None and with_few_rows:
-        kept = ids != padding_idx
-        before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept in front of each
-        places = kept.nonzero().squeeze(1)
-        ids, starts, padding_idx = ids.index_select(0, places), before[starts], None
+        in_bag = ids != padding_idx
+        num_before = F.pad(in_bag.cumsum(0), (1, 0))  # the number of ids in bags before each
+        places = in_bag.nonzero().squeeze(1)
+        ids, starts, padding_idx = ids.index_select(0, places), num_before[starts], None
         weights = None if weights is None else weights.index_select(0, places)
     if with_few_rows:
         rows, where = distinct_rows(ids, table, sparse=sparse)
@@ -194,10 +209,10 @@ def embedding_bag(
 
 
 def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """Rows in the dtype of ``table.grad``, of each id its place among them, and the place that belongs to no bag.
+    """Return rows in the dtype of ``table.grad``, the index of each id's row, and the index that belongs to no bag.
 
-    On the CPU they are those of the distinct ids. How many these are, the host would have to wait for on an
-    accelerator: there is a row for each id.
+    On the CPU these are the rows of the distinct ids. On an accelerator the host would have to wait for the number of
+    distinct ids, so there is one row for each id.
     """
     if ids.device.type == "cpu":
         distinct, where = torch.unique(ids, return_inverse=True)

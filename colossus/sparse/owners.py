@@ -1,5 +1,6 @@
-"""Tables of which each rank holds and updates rows of its own: rows are fetched from the ranks that own them, and their
-gradients summed there, in rounds of exchanges.
+"""Tables whose rows are owned: each rank stores and updates some rows of a table.
+
+In rounds of exchanges, ranks fetch rows from their owners, and owners sum the gradients of their rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import RowGradient
+from colossus.sparse.row_cache import RowCache
 from colossus.sparse.table import TableSync
 
 _Ids = TypeVar("_Ids", int, Tensor)
@@ -24,11 +26,14 @@ _Ids = TypeVar("_Ids", int, Tensor)
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank stores which rows of a table: partitions of neighbouring rows, dealt to the owners in turn. With many
-    of them owners send about as much as each other where ids are sorted by frequency, as words are.
+    """The rows that each owner of a table stores: partitions of consecutive rows go to the owners in turn.
+
+    With many partitions, owners send about equally much also where ids are sorted by frequency, as words are.
 
     Attributes:
-        width: rows of a partition; the last may have fewer.
+        num_rows: the rows of the whole table.
+        num_owners: the number of owners.
+        width: the rows of a partition; the last may have fewer.
     """
 
     num_rows: int
@@ -37,76 +42,44 @@ class Placement:
 
     @classmethod
     def of(cls, num_rows: int, num_owners: int, num_partitions: int | None = None) -> Placement:
-        """Of about so many partitions; None: one for each owner."""
+        """Return the placement with about ``num_partitions`` partitions; None: one for each owner."""
         return cls(num_rows, num_owners, -(-num_rows // max(num_owners, num_partitions or 0)))
 
     def owner_of(self, ids: _Ids) -> _Ids:
         return ids // self.width % self.num_owners
 
     def place_of(self, ids: _Ids) -> _Ids:
-        """Where among the rows of its owner a row is stored."""
+        """Return the index of a row among the rows of its owner."""
         return ids // (self.width * self.num_owners) * self.width + ids % self.width
 
     def intervals(self, owner: int) -> list[tuple[int, int]]:
-        """The rows that an owner stores, in order: (start, stop) of each partition."""
+        """Return the rows that an owner stores, in order, as (start, stop) of each partition."""
         starts = range(owner * self.width, self.num_rows, self.num_owners * self.width)
         return [(start, min(start + self.width, self.num_rows)) for start in starts]
 
 
-class RowCache:
-    """Rows of a table by id.
-
-    Args:
-        like: [.., dim]: rows are of its dtype, device and width.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like.new_empty((0, like.shape[1]))  # not the memory of the table itself
-        self.clear()
-
-    def clear(self) -> None:
-        #: ascending, and of each the place of its row
-        self._ids = self._places = torch.empty(0, dtype=torch.int64, device=self._like.device)
-        self._rows = self._like
-
-    def missing(self, ids: Tensor) -> Tensor:
-        """Those of some distinct ids, ascending, that are not here."""
-        if not len(self._ids) or not len(ids):
-            return ids
-        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
-        return ids[self._ids[at] != ids]
-
-    def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Keep rows whose ids are not here yet, in any order. ``rows`` may be kept as they are."""
-        places = torch.arange(len(self._ids), len(self._ids) + len(ids), device=ids.device)
-        self._ids, order = torch.cat((self._ids, ids)).sort()
-        self._places = torch.cat((self._places, places))[order]
-        self._rows = torch.cat((self._rows, rows)) if len(self._rows) else rows
-
-    def rows_of(self, ids: Tensor) -> Tensor:
-        """A copy of the rows [n, dim] of ids that are all here."""
-        return self._rows[self._places[torch.searchsorted(self._ids, ids)]]
-
-
 class Owners(TableSync):
-    """Each row of a table is stored by its owner (`Placement`).
+    """A table each of whose rows is stored by its owner (`Placement`).
 
-    A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which
-    exchanges nothing.
+    A step fetches each row once: later microbatches and recomputations take it from a cache. A recomputation exchanges
+    nothing.
 
     Args:
-        exchange: with the ranks that share the table, which are its owners.
+        param: this rank's rows.
+        name: the full name of the table.
+        placement: the rows of each owner.
+        exchange: the exchange with the ranks that share the table, which are its owners.
     """
 
     def __init__(self, param: nn.Parameter, name: str, placement: Placement, exchange: RowExchange) -> None:
         super().__init__(param, placement.num_rows)
         self.name, self.placement, self._exchange = name, placement, exchange
         self._number = exchange.add(self)
-        #: of each level the rows that have come through it; the first those of this rank
+        #: for each level, the rows that came through it; the first cache is that of this rank's lookups
         self.caches = [RowCache(param.detach()) for _ in exchange.levels]
 
     def stored_rows(self, ids: Tensor) -> Tensor:
-        """The rows of ids that this rank owns."""
+        """Return the rows of ids that this rank owns."""
         with as_shards():
             return self.param.detach().index_select(0, self.placement.place_of(ids))
 
@@ -114,27 +87,28 @@ class Owners(TableSync):
 
     def begin(self) -> None:
         self.end()
-        self._exchange.keeps = True
+        self._exchange.uses_caches = True
 
     def end(self) -> None:
         for cache in self.caches:
             cache.clear()
-        self._exchange.keeps = False
+        self._exchange.uses_caches = False
 
     def fetch(self, ids: Tensor) -> Tensor:
         own = self.caches[0]
-        if torch._C._current_graph_task_id() != -1:  # a recomputation: the other ranks may be elsewhere
+        if torch._C._current_graph_task_id() != -1:  # a recomputation, in which other ranks may not take part
             if len(own.missing(ids)):
                 raise located_error(
-                    f"{self.name!r}: a backward looks up rows that are not here any more. A recomputation (activation "
-                    f"checkpointing) finds the rows of its forward in engine.train_step alone: in a backward of your "
-                    f"own leave it out, or set parallel.strategy.ways = {{{self.name!r}: 'gather'}}"
+                    f"{self.name!r}: a backward looks up rows that are not on this rank any more. Only "
+                    f"engine.train_step keeps the rows of a forward for its recomputation (activation checkpointing): "
+                    f"in a backward of your own do not recompute, or set "
+                    f"parallel.strategy.ways = {{{self.name!r}: 'gather'}}"
                 )
             return own.rows_of(ids)
         return self._exchange.fetch(self._number, ids)
 
     def read(self, ids: Tensor) -> Tensor:
-        return self._exchange.fetch(self._number, ids, keep=False)
+        return self._exchange.fetch(self._number, ids, use_cache=False)
 
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         wait = self._exchange.start_sum(self._number, gradient, is_used=is_used)
@@ -155,8 +129,8 @@ class Level:
 
     Attributes:
         group: the ranks that exchange.
-        towards: of each owner, by its index among all ranks that share a table, the index in ``group`` of the rank to
-            which what is for it goes here.
+        towards: the next rank on the way to each owner: an index in ``group``, by the owner's index among all ranks
+            that share a table.
     """
 
     group: AxisGroup
@@ -164,7 +138,7 @@ class Level:
 
 
 class Kind(IntEnum):
-    """What a rank wants of a round: rows of a table, to keep or once; to give gradients; only to serve others."""
+    """The kind of a rank's request: rows that are cached, rows that are not, a sum of gradients, or nothing more."""
 
     FETCH = 0
     READ = 1
@@ -174,12 +148,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank says at the start of a round, for itself or for its host.
+    """A rank's request at the start of a round, for itself or for its host.
 
     Attributes:
-        table: number of the table; of END without meaning.
-        rank: global, of who says it.
-        is_used: of SUM, whether a backward has come to the table, on any rank for which the request is.
+        kind: the kind of the request.
+        table: the number of the table; END ignores it.
+        rank: the global rank.
+        is_used: for SUM, whether a backward has come to the table on a rank of the request.
     """
 
     kind: Kind
@@ -193,46 +168,53 @@ class Request:
 
 
 class RowExchange:
-    """Over the levels from a rank to the owners of rows.
+    """The exchange of rows and gradients between the ranks that share tables, over the levels to the owners.
 
-    A round begins with the lengths of what is sent, and with what each rank wants. So ranks that do not run the same
-    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`). A rank
-    that raises leaves the others waiting in a round: they end by its exit.
+    In a round, ranks first exchange their requests and the lengths of what they send. So ranks that do not run the same
+    program get an error. A rank that has nothing more to fetch answers the others until all are through (`drain`). When
+    a rank raises, the others wait in a round until they end by its exit.
+
+    Attributes:
+        levels: the levels.
+        uses_caches: whether a lookup may use rows that an earlier one fetched, as it may in a step or an evaluation.
     """
 
     def __init__(self, levels: Sequence[Level], rank: int, device: torch.device) -> None:
         self.levels, self._rank, self._device = levels, rank, device
         self._towards = [torch.tensor(level.towards, device=device) for level in levels]
         self._tables: list[Owners] = []
-        #: whether rows that were fetched may be taken for those of a later lookup: inside of a step or an evaluation
-        self.keeps = False
+        self.uses_caches = False
 
     def add(self, table: Owners) -> int:
-        """The number of a table; all ranks add them in the same order."""
+        """Add a table, and return its number; all ranks add them in the same order."""
         self._tables.append(table)
         return len(self._tables) - 1
 
     # -- rounds -------------------------------------------------------------------------------------------
 
-    def fetch(self, table: int, ids: Tensor, *, keep: bool = True) -> Tensor:
-        """Rows [n, dim] of distinct ascending ids. Collective.
+    def fetch(self, table: int, ids: Tensor, *, use_cache: bool = True) -> Tensor:
+        """Return the rows [n, dim] of distinct ascending ids. Collective.
 
         Args:
-            keep: take rows out of the caches, and leave them there.
+            table: the number of the table.
+            ids: ids of the whole table.
+            use_cache: take rows from the caches, and add new ones to them.
         """
-        _, rows = self._fetch(0, Request(Kind.FETCH if keep and self.keeps else Kind.READ, table, self._rank), ids)
-        return rows
+        kind = Kind.FETCH if use_cache and self.uses_caches else Kind.READ
+        return self._fetch(0, Request(kind, table, self._rank), ids)[1]
 
-    def serve(self) -> None:
-        """Give the others their rows until no rank wants more. Collective."""
+    def drain(self) -> None:
+        """Answer the fetches of other ranks until no rank has more. Collective."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         while self._fetch(0, Request(Kind.END, 0, self._rank), nothing)[0].kind != Kind.END:
             pass
 
     def start_sum(self, table: int, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
-        """Start to sum gradients at the owners; what is returned waits for those of the rows that this rank owns.
+        """Start to sum gradients at the owners. Collective; the exchange of the last level is only started.
 
-        None where ``is_used`` is False on all ranks. Collective; of the last level only the start.
+        Returns:
+            A function that waits for the sum of the rows that this rank owns, and returns it; None where ``is_used``
+            is False on all ranks.
         """
         request, parts = Request(Kind.SUM, table, self._rank, is_used), [gradient]
         for number, level in enumerate(self.levels):
@@ -251,53 +233,59 @@ class RowExchange:
         return finish
 
     def _fetch(self, number: int, request: Request, ids: Tensor) -> tuple[Request, Tensor]:
-        """From a level on, for a rank that wants the rows of ids, or nothing: what all ranks said, and the rows."""
+        """Run a round from a level on; return the request of the last level's ranks, and the rows of ``ids``, if any.
+
+        Args:
+            number: the number of the level.
+            request: this rank's request.
+            ids: the ids of its rows; none for SUM and END.
+        """
         level, is_last = self.levels[number], number == len(self.levels) - 1
         new, order, counts = ids, ids, [0] * level.group.size
         cache = self._tables[request.table].caches[number] if request.kind == Kind.FETCH else None
         if request.looks_up:
             new = ids if cache is None else cache.missing(ids)
             order, counts = self._by_target(number, self._tables[request.table], new)
-        lengths, heard = self._agree(number, counts, request)
-        moves = heard.looks_up
+        lengths, group_request = self._agree(number, counts, request)
+        moves = group_request.looks_up
         wanted = uneven.all_to_all(new[order], lengths, level.group, "ids").wait() if moves else ids[:0]
         if is_last:
-            said = heard
-            found = self._tables[heard.table].stored_rows(wanted) if moves else None
+            last_request = group_request
+            answer = self._tables[group_request.table].stored_rows(wanted) if moves else None
         else:
             distinct, where = torch.unique(wanted, return_inverse=True)
-            said, found = self._fetch(number + 1, heard, distinct)
-            found = found[where]
+            last_request, answer = self._fetch(number + 1, group_request, distinct)
+            answer = answer[where]
         if not moves:
-            return said, torch.empty(0, device=self._device)
-        assert found is not None
-        rows = uneven.all_to_all(found, lengths.back, level.group).wait()
+            return last_request, torch.empty(0, device=self._device)
+        assert answer is not None
+        rows = uneven.all_to_all(answer, lengths.back, level.group).wait()
         if not request.looks_up:
-            return said, rows
+            return last_request, rows
         if cache is not None:
             cache.add(new[order], rows)
-            return said, cache.rows_of(ids)
-        back = torch.empty_like(rows)
-        back[order] = rows
-        return said, back
+            return last_request, cache.rows_of(ids)
+        in_order = torch.empty_like(rows)
+        in_order[order] = rows
+        return last_request, in_order
 
     def _agree(self, number: int, counts: Sequence[int], request: Request) -> tuple[uneven.Lengths, Request]:
-        """Lengths of a round at one level, and what its ranks want.
+        """Exchange the lengths of a round at one level, and return them and the common request of its ranks.
 
         Raises:
-            RuntimeError: they want different things.
+            RuntimeError: the ranks have different requests.
         """
-        said = request.kind, request.table, request.rank, request.is_used
-        lengths, heard = uneven.agree(counts, self.levels[number].group, self._device, said)
-        requests = [Request(Kind(kind), table, rank, bool(used)) for kind, table, rank, used in heard]
-        acting = [each for each in requests if each.kind != Kind.END]
-        if not acting:
+        words = request.kind, request.table, request.rank, request.is_used
+        lengths, all_words = uneven.agree(counts, self.levels[number].group, self._device, words)
+        requests = [Request(Kind(kind), table, rank, bool(used)) for kind, table, rank, used in all_words]
+        active = [other for other in requests if other.kind != Kind.END]
+        if not active:
             return lengths, requests[0]
-        first = acting[0]
-        # whoever gave its gradients waits for those of the others
-        for other in requests if first.kind == Kind.SUM else acting:
+        first = active[0]
+        # a rank that sums gradients needs those of all others
+        for other in requests if first.kind == Kind.SUM else active:
             if (other.kind, other.table) != (first.kind, first.table):
-                at, other_at = (f"the {each.kind.name} of {self._tables[each.table].name!r}" for each in (first, other))
+                at, other_at = (f"the {one.kind.name} of {self._tables[one.table].name!r}" for one in (first, other))
                 raise located_error(
                     f"rank {first.rank} is at {at} while rank {other.rank} is at {other_at}: rows of tables that have "
                     f"owners are exchanged by all ranks at once. Every rank must look up in the same tables as often "
@@ -305,12 +293,12 @@ class RowExchange:
                     f"`if` in a forward that depends on the rank or on the data",
                     RuntimeError,
                 )
-        return lengths, replace(first, is_used=any(each.is_used for each in requests))
+        return lengths, replace(first, is_used=any(one.is_used for one in requests))
 
     # -- ids ----------------------------------------------------------------------------------------------
 
     def _by_target(self, number: int, table: Owners, ids: Tensor) -> tuple[Tensor, list[int]]:
-        """What sorts ids by the rank of a level to which they go, and how many go to each."""
+        """Return the order that sorts ids by the rank of a level to which they go, and how many go to each rank."""
         towards = self._towards[number][table.placement.owner_of(ids)]
         counts = torch.bincount(towards, minlength=self.levels[number].group.size)
         return torch.argsort(towards, stable=True), counts.tolist()

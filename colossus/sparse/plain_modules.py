@@ -1,4 +1,4 @@
-"""torch's own embeddings with a sparse gradient, in a user's model."""
+"""torch's own embedding modules with sparse gradients, in a user's model."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from colossus.sparse.embedding_bag import embedding_bag, require_whole_bags
 
 
 def look_up_in_rows(module: nn.Module) -> None:
-    """Let ``module.forward``, a user's own too, look up in the source of its rows; hooks stay outside."""
+    """Make ``module.forward``, also a user's own, look up in the row source of its table; hooks stay outside."""
     if not isinstance(vars(module).get("forward"), RowForward):
         RowForward(module)
 
 
 class RowForward(ForwardUnder):
-    """A forward whose lookups ask the source of rows of their table."""
+    """A forward whose lookups go to the row source of their table."""
 
     def mode(self) -> TorchFunctionMode:
         return _RowLookups()
 
 
 class _RowLookups(TorchFunctionMode):
-    """Lookups of ``torch.nn.functional`` in a table with a source of rows ask that."""
+    """A mode in which lookups of ``torch.nn.functional`` in a table with a row source go to that source."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ def _embedding_bag(
 
 
 def _narrowed(rows: Tensor, weight: Tensor) -> Tensor:
-    """In the dtype of the model's parameters, which a table may be wider than."""
+    """Return rows in the dtype of the model's parameters, which may be narrower than that of the table."""
     return rows.to(spec_of(weight).computed_dtype or weight.dtype)
 
 

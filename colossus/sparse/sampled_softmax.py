@@ -1,7 +1,7 @@
 """The loss of a softmax over very many classes, from a sample of them.
 
 Samples are log-uniform (Zipfian), as TensorFlow's ``log_uniform_candidate_sampler`` draws them: class k of n has the
-probability log((k + 2) / (k + 1)) / log(n + 1), right for classes in the order of falling frequency.
+probability log((k + 2) / (k + 1)) / log(n + 1), which suits classes that are sorted by falling frequency.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from colossus.sharded_tensor.regions import local, move, unwrap
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product
 
-#: classes of which an evaluation has the rows at once
+#: the number of classes whose rows an evaluation reads at once
 _BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class LogUniformSample:
-    """Different classes, and how they were drawn.
+    """A sample of different classes.
 
     Attributes:
         classes: int64 [n], in the order in which they were drawn.
-        num_classes: of which.
-        num_draws: how many draws gave them; those that came again were left out.
+        num_classes: the number of classes from which they were drawn.
+        num_draws: the number of draws, those of a class that was drawn before included.
     """
 
     classes: np.ndarray
@@ -49,15 +49,21 @@ class LogUniformSample:
     num_draws: int
 
     def expected_count(self, classes: Any, xp: Any = np) -> Any:
-        """How often a class is expected in such a sample, of the shape of ``classes``; see `probability`.
+        """Return the expected count of each class in such a sample, of the shape of ``classes``; see `probability`.
 
-        1 - (1 - p) ** draws (TensorFlow's "candidate sampling algorithms").
+        It is 1 - (1 - p) ** num_draws (TensorFlow's "candidate sampling algorithms").
         """
         return -xp.expm1(self.num_draws * xp.log1p(-probability(classes, self.num_classes, xp)))
 
 
 def probability(classes: Any, num_classes: int, xp: Any = np) -> Any:
-    """Of drawing each class, of the shape of ``classes``: an array, or a tensor of float64 where ``xp`` is torch."""
+    """Return the probability of each class in one draw.
+
+    Args:
+        classes: an array, or a tensor of float64 where ``xp`` is torch; the result has its shape.
+        num_classes: the number of classes.
+        xp: numpy or torch.
+    """
     return xp.log1p(1.0 / (classes + 1.0)) / math.log(num_classes + 1.0)
 
 
@@ -80,27 +86,33 @@ def sample(key: int, num_samples: int, num_classes: int) -> LogUniformSample:
 class SampledSoftmax(Layer):
     """Output table, bias and loss of a softmax over a large vocabulary (Jean et al. 1412.2007, section 3).
 
-    In training each token's loss is that of a softmax over its own class and ``num_samples`` others. These are drawn
-    log-uniformly (right for classes numbered by falling frequency) once for a step, from (seed, step, name): the same
-    on all ranks and in all microbatches of a batch. From each logit the logarithm of how often its class is expected in
-    the sample is subtracted, and a class of the sample that is a token's own is left out for it, as in TensorFlow's
-    ``sampled_softmax_loss``. So a step touches the rows of its labels and of the sample.
+    In training each token's loss is that of a softmax over its own class and a sample of ``num_samples`` classes. The
+    sample is drawn log-uniformly, for classes sorted by falling frequency, once in a step, from (seed, step, name), so
+    it is the same on all ranks and in all microbatches. As in TensorFlow's ``sampled_softmax_loss``, the logarithm of
+    each class's expected count in the sample is subtracted from its logit, and a token leaves its own class out of the
+    sample. So a step touches the rows of its labels and of the sample.
 
-    In ``eval()`` the loss is that of the whole softmax, summed over blocks of rows, without a gradient: no rank holds
-    all rows at once.
+    In ``eval()`` the loss is that of the whole softmax, without a gradient. It is summed over blocks of rows, so that
+    no rank has all rows at once.
 
     Args:
-        num_samples: classes in the sample, all of them different: at most ``num_classes``.
+        hidden_size: the features of x.
+        num_classes: the number of classes.
+        num_samples: the number of different classes in the sample, at most ``num_classes``.
+        bias: whether there is a bias.
         sparse: whether gradients of weight and bias are of the rows that were looked up.
-        ignore_index: a label that counts for nothing.
+        ignore_index: a label that is not counted.
+        init: the initial values of the weight.
+        bias_init: those of the bias, by default zeros.
+        dtype: the dtype of weight and bias.
 
     Shape:
-        x [.., hidden_size], labels [..] in the whole layout -> (sum, count), scalars over the samples that this rank
-        holds. weight [num_classes, hidden_size], split by features as activations between blocks are or replicated
-        where they do not divide; bias [num_classes, 1], a table, too.
+        x [.., hidden_size], labels [..] in the whole layout -> (sum, count), scalars over the samples of this rank.
+        weight [num_classes, hidden_size] is split by features like activations between blocks, or replicated where
+        these do not divide. bias [num_classes, 1] is a table, too.
 
     Raises:
-        ValueError: for shapes that do not fit, and labels outside of the classes (checked on CPU).
+        ValueError: shapes do not fit, or a label is outside of the classes (checked on CPU).
     """
 
     def __init__(
@@ -120,8 +132,8 @@ class SampledSoftmax(Layer):
         hidden_size, num_classes, num_samples = map(operator.index, (hidden_size, num_classes, num_samples))
         if not 1 <= num_samples <= num_classes:
             raise located_error(
-                f"SampledSoftmax: num_samples = {num_samples} different ones of num_classes = {num_classes}: give 1 to "
-                f"{num_classes}"
+                f"SampledSoftmax: num_samples = {num_samples} different classes of num_classes = {num_classes}: give "
+                f"1 to {num_classes}"
             )
         self.hidden_size, self.num_classes, self.num_samples = hidden_size, num_classes, num_samples
         self.sparse, self.ignore_index = sparse, ignore_index
@@ -146,7 +158,7 @@ class SampledSoftmax(Layer):
         count, is_counted = is_counted.sum(), is_counted.reshape(-1)
         x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
         left_out: Tensor | None = None
-        if self._picks_tokens(x.device):  # of others not even a NaN matters
+        if self._picks_tokens(x.device):  # then not even a NaN of a token that does not count matters
             counted = is_counted.nonzero().squeeze(1)
             x, labels = x.index_select(0, counted), labels.index_select(0, counted)
         else:
@@ -158,20 +170,22 @@ class SampledSoftmax(Layer):
         return (losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(), count
 
     def _picks_tokens(self, device: torch.device) -> bool:
-        """Whether tokens that do not count are not computed. How many do, the host has to wait for on an accelerator;
-        so it is where it waits for the number of distinct rows anyway.
+        """Return whether only tokens that count are computed.
+
+        On an accelerator the host has to wait for their number, which is no loss where it waits for the number of
+        distinct rows anyway.
         """
         return device.type == "cpu" or self.sparse or row_source(self.weight) is not None
 
     def sample(self) -> LogUniformSample:
-        """The classes that this step has drawn."""
+        """Return the sample of this step."""
         rng = self.context.rng
         return sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes)
 
     def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
-        """X [t, features], labels [t] -> the losses [t]."""
-        drawn = self.sample()
-        negatives = torch.from_numpy(drawn.classes).to(labels.device, non_blocking=True)
+        """Return the losses [t] of x [t, features] and labels [t] over the sample."""
+        step_sample = self.sample()
+        negatives = torch.from_numpy(step_sample.classes).to(labels.device, non_blocking=True)
         count, classes = len(labels), torch.cat((labels, negatives))
         rows = row_of_each(classes, self.weight, sparse=self.sparse).to(x.dtype)
         own = (to_wide_dtype(x) * to_wide_dtype(rows[:count])).sum(-1, keepdim=True)
@@ -180,14 +194,14 @@ class SampledSoftmax(Layer):
         if self.bias is not None:
             bias = row_of_each(classes, self.bias, sparse=self.sparse).to(own.dtype)
             own, others = own + bias[:count], others + bias[count:].t()
-        own = own - _log_expected(drawn, labels, own.dtype).unsqueeze(1)
-        others = others - _log_expected(drawn, negatives, own.dtype)
+        own = own - _log_expected(step_sample, labels, own.dtype).unsqueeze(1)
+        others = others - _log_expected(step_sample, negatives, own.dtype)
         others = others.masked_fill(labels.unsqueeze(1) == negatives, float("-inf"))
         return -F.logsigmoid(own.squeeze(1) - others.logsumexp(1))
 
     @torch.no_grad()
     def _whole(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The same over all classes, without a gradient."""
+        """Return the losses [t] over all classes, without a gradient."""
         log_sum = torch.full(labels.shape, float("-inf"), dtype=to_wide_dtype(x).dtype, device=x.device)
         target = torch.zeros_like(log_sum)
         for start in range(0, self.num_classes, _BLOCK):
@@ -203,7 +217,7 @@ class SampledSoftmax(Layer):
         return log_sum - target
 
     def _summed(self, products: Tensor) -> Tensor:
-        """Products [t, n] of this rank's features, summed over those of all."""
+        """Sum the products [t, n] of this rank's features over the ranks of all features."""
         whole = Layout.whole(2)
         features = Layout(whole.dims, partial=self.looked_up.features)
         return redistribute(products, features, whole, self.context)
@@ -212,6 +226,6 @@ class SampledSoftmax(Layer):
         return f"{self.hidden_size}, {self.num_classes}, num_samples={self.num_samples}, bias={self.bias is not None}"
 
 
-def _log_expected(drawn: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:
-    expected: Tensor = drawn.expected_count(classes.double(), torch)
+def _log_expected(step_sample: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:
+    expected: Tensor = step_sample.expected_count(classes.double(), torch)
     return expected.log().to(dtype)

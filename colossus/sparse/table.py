@@ -1,5 +1,6 @@
-"""A table of embeddings on a rank: lookups in it, the gradient that they leave, and how that is summed over the ranks
-that share the table, where each of them holds all of its rows (else `colossus.sparse.owners`).
+"""A table with sparse gradients on a rank: lookups, their gradient, and its sum over the ranks that share the table.
+
+Here each of these ranks has all rows of the table; `colossus.sparse.owners` is for tables whose rows are spread.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Table:
-    """What stands between the layers that look up in a parameter and the parameter (a `RowSource`).
+    """The `RowSource` of a parameter, between the parameter and the layers that look up in it.
 
     Attributes:
-        name: full name of the parameter.
-        param: as this rank stores it.
-        num_rows: of the whole table.
-        way: where rows are, and how gradients are summed.
-        features: where ranks have parts of them.
-        num_touched: rows to which this rank gave a gradient in the last step.
+        name: the full name of the parameter.
+        param: the parameter, as this rank stores it.
+        num_rows: the rows of the whole table.
+        way: fetches rows and sums gradients.
+        features: set where each rank has a part of the features.
+        num_touched: the number of rows that had a gradient on this rank in the last step.
     """
 
     def __init__(self, param: nn.Parameter, way: TableSync, features: Features | None = None) -> None:
@@ -45,7 +46,7 @@ class Table:
 
     @uncompiled
     def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` stands for this rank's rows here
             return self._look_up(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
@@ -54,8 +55,8 @@ class Table:
         if ends and not 0 <= ends[0] <= ends[-1] < self.num_rows:
             bad = ends[0] if ends[0] < 0 else ends[-1]
             raise located_error(
-                f"table {self.name!r} has ids 0..{self.num_rows - 1}, but was given id {bad}: make the table "
-                f"larger, or check the data"
+                f"table {self.name!r} has ids 0..{self.num_rows - 1}, but was given id {bad}: make the table larger, "
+                f"or check the data"
             )
         if not torch.is_grad_enabled():
             return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
@@ -68,30 +69,30 @@ class Table:
             return self.way.read(ids.long())
 
     def add(self, gradient: RowGradient) -> None:
-        """Add to the gradient of this rank in this step."""
+        """Add to this rank's gradient of the step."""
         self._parts.append(gradient)
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget gradients, and the rows that were fetched.
+        """Drop the gradients and the fetched rows of the step before.
 
         Raises:
-            ValueError: for a hook on the parameter.
+            ValueError: the parameter has a hook.
         """
         if user_hooks(self.param):
             raise ValueError(
-                f"{self.name} has sparse=True and a hook, but its gradient is of the rows that were looked up, which "
-                f"no hook gets: leave sparse out"
+                f"{self.name} has sparse=True and a hook, but hooks do not run on a gradient of the rows that were "
+                f"looked up: leave sparse out"
             )
         self._parts, self._sum = [], None
         self.way.begin()
 
     def start_sum(self) -> None:
-        """The gradients of this rank are complete: start to sum them over ranks. Collective, once in a step.
+        """Start to sum this rank's gradient, which is complete, over ranks. Collective, once in a step.
 
         Raises:
-            ValueError: where something else than a lookup has given the parameter a gradient.
+            ValueError: something else than a lookup has given the parameter a gradient.
         """
         if self.param.grad is not None:
             raise ValueError(
@@ -100,15 +101,16 @@ class Table:
             )
         ids = torch.empty(0, dtype=torch.int64, device=self.param.device)
         rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
-        is_used = bool(self._parts)  # a backward has come here, be it with no row
+        is_used = bool(self._parts)  # a backward has come here, possibly without a row
         own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
         self.num_touched = len(own.ids)
         self._parts = []
         self._sum = self.way.start_sum(own, is_used=is_used)
 
     def finish_sum(self) -> None:
-        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO; None where no
-        rank has used the table.
+        """Set ``param.grad`` to the sum over ranks of this rank's rows, as coalesced COO.
+
+        It is None where no rank has used the table.
         """
         if self._sum is None:
             self.start_sum()
@@ -119,7 +121,7 @@ class Table:
 
 
 class _Rows(torch.autograd.Function):
-    """param [stored rows, dim], distinct ids [n] -> rows [n, dim]; their gradient goes to the table, not to param."""
+    """Rows [n, dim] of distinct ids [n], whose gradient goes to the table and not to ``param``."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
@@ -131,56 +133,61 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         ids = ctx.ids
         if ctx.padding_idx is not None:
-            kept = ids != ctx.padding_idx
-            ids, dy = ids[kept], dy[kept]
+            has_gradient = ids != ctx.padding_idx
+            ids, dy = ids[has_gradient], dy[has_gradient]
         ctx.table.add(RowGradient(ids, dy))
         return None, None, None, None
 
 
 class TableSync:
-    """Base, and what a rank does that shares a table with no other. Which it is never changes results.
+    """The way of a table that one rank has alone, and the base of the others. All ways give the same results.
 
     Args:
-        param: as it is stored on this rank: [rows, dim] or its part.
-        num_rows: of the whole table.
+        param: the rows of the table that this rank stores, [rows, dim].
+        num_rows: the rows of the whole table.
     """
 
     def __init__(self, param: nn.Parameter, num_rows: int) -> None:
         self.param, self.num_rows = param, num_rows
 
     def begin(self) -> None:
-        """A step or an evaluation begins: what was fetched before is not relied on."""
+        """Begin a step or an evaluation; rows that were fetched before are not used again."""
 
     def end(self) -> None:
-        """It is over, or was given up."""
+        """End a step or an evaluation, also one that raised."""
 
     def fetch(self, ids: Tensor) -> Tensor:
-        """Rows [n, dim] of distinct ascending ids [n]; collective where rows are elsewhere, but not in a backward."""
+        """Return the rows [n, dim] of distinct ascending ids [n].
+
+        Collective where other ranks store rows, except in a recomputation.
+        """
         return self.param.detach().index_select(0, ids)
 
     def read(self, ids: Tensor) -> Tensor:
-        """`fetch` of rows that are not wanted again: nothing keeps them."""
+        """Return rows as `fetch` does, without a cache."""
         return self.fetch(ids)
 
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         """Start to sum over the ranks that share the table. Collective.
 
         Args:
-            gradient: of this rank, by ids of the whole table.
+            gradient: this rank's gradient, by ids of the whole table.
             is_used: whether a backward of this rank has come to the table.
 
         Returns:
-            What waits for the sum, of the rows that this rank stores, by their place in ``param``; None where no rank
-            has used the table.
+            A function that waits for the sum of the rows that this rank stores, and returns it by their index in
+            ``param``; None where no rank has used the table.
         """
         return lambda: gradient if is_used else None
 
 
 class Dense(TableSync):
-    """All-reduce of the gradient of all rows, and of a byte for each row: whether any rank has looked it up.
+    """An all-reduce of the gradient of all rows, and of one byte for each row: whether a rank has looked it up.
 
     Args:
-        groups: the ranks that share the table; or those inside of a host, and their counterparts on all hosts.
+        param: the table.
+        num_rows: its rows.
+        groups: the ranks that share the table; or those of this host, and their counterparts on all hosts.
     """
 
     def __init__(self, param: nn.Parameter, num_rows: int, groups: Sequence[AxisGroup]) -> None:
@@ -200,18 +207,18 @@ class Dense(TableSync):
         marks = collectives.all_reduce(touched, self._groups[0], op="max", owned=True, what="ids")
 
         def finish() -> RowGradient | None:
-            found = marks.wait()
+            is_touched = marks.wait()
             for group in self._groups[1:]:
-                found = collectives.all_reduce(found, group, op="max", owned=True, what="ids").wait()
+                is_touched = collectives.all_reduce(is_touched, group, op="max", owned=True, what="ids").wait()
             flat = total.wait().view(self.num_rows, -1)
-            ids = found[:-1].nonzero().squeeze(1)
-            return RowGradient(ids, flat[ids]) if is_used or found[-1] else None
+            ids = is_touched[:-1].nonzero().squeeze(1)
+            return RowGradient(ids, flat[ids]) if is_used or is_touched[-1] else None
 
         return finish
 
 
 class Gather(TableSync):
-    """All-gather of the rows that ranks have touched, as many as each of them has."""
+    """An all-gather of the rows that have a gradient on some rank."""
 
     def __init__(self, param: nn.Parameter, num_rows: int, group: AxisGroup) -> None:
         super().__init__(param, num_rows)
@@ -219,13 +226,13 @@ class Gather(TableSync):
 
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         group, device = self._group, gradient.ids.device
-        lengths, heard = uneven.agree([len(gradient.ids)] * group.size, group, device, [is_used])
+        lengths, used_flags = uneven.agree([len(gradient.ids)] * group.size, group, device, [is_used])
         counts = lengths.received
         ids = uneven.all_gather(gradient.ids, counts, group, "ids")
         rows = uneven.all_gather(gradient.rows.contiguous(), counts, group)
 
         def finish() -> RowGradient | None:
             total = RowGradient.added(RowGradient.parts(ids.wait(), rows.wait(), counts))
-            return total if any(used for (used,) in heard) else None
+            return total if any(used for (used,) in used_flags) else None
 
         return finish

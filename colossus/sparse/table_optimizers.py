@@ -1,4 +1,4 @@
-"""Which rule updates the rows of a table: that of the optimizer, or what ``optimizer.tables`` names."""
+"""The choice of the rule that updates the rows of a table: the optimizer's, or that of ``optimizer.tables``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colossus.config.optimizer_section import Optimizer
 from colossus.registry import OPTIMIZERS, TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
 
-#: the ``step`` of torch's optimizers with a form for rows -> name of the rule
+#: the ``step`` of torch's optimizers that have a rule for rows -> the rule's name
 _RULE_OF: dict[Any, str] = {
     inspect.unwrap(torch.optim.SGD.step): "sgd",
     inspect.unwrap(torch.optim.Adagrad.step): "adagrad",
@@ -22,9 +22,9 @@ _RULE_OF: dict[Any, str] = {
 
 
 def row_rule(optimizer: Any, group: dict[str, Any]) -> Rule | None:
-    """What updates the rows of the tables in a parameter group: its ``row_rule``, or the form of its optimizer.
+    """Return the rule that updates tables of a parameter group: its ``row_rule``, or that of its optimizer.
 
-    None for an optimizer that has no form for rows: one whose ``step`` is not torch's may do anything.
+    None for an optimizer that has none; a ``step`` that is not torch's may do anything.
     """
     if (name := group.get("row_rule")) is not None:
         return rule_of(name)
@@ -48,13 +48,14 @@ def _no_sparse_form(kind: str) -> str:
 
 
 def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
-    """What keeps an optimizer from updating the tables that it holds, in words.
+    """Return why an optimizer cannot update its tables, or None where it can.
 
     Args:
-        name_of: full name of each table, by the parameter's id.
+        optimizer: the optimizer.
+        name_of: id of a table's parameter -> the table's full name.
 
     Raises:
-        ValueError: a group's ``row_rule`` is none.
+        ValueError: a group's ``row_rule`` is not the name of a rule.
     """
     for number, group in enumerate(optimizer.param_groups):
         names = [name_of[id(param)] for param in group["params"] if id(param) in name_of]
@@ -63,7 +64,7 @@ def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
         if names and (group.get("weight_decay") or group.get("amsgrad")):
             return (
                 f"its parameter group {number} has weight_decay or amsgrad, and holds {names[0]}, which has sparse "
-                f"gradients: rows that a step has not looked up do not change. Give it a group without"
+                f"gradients: rows that a step has not looked up do not change. Give the table a group without them"
             )
     return None
 
@@ -72,14 +73,14 @@ def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
 
 
 def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: bool) -> None:
-    """That the optimizer of a config fits a whole model with tables, or without.
+    """Raise ValueError unless the optimizer of a config fits a whole model, with tables or without.
+
+    It does not fit where ``optimizer.tables`` is set without a table, or where its class has no rule for rows.
 
     Args:
-        tables: whether it has some.
-        is_given: whether the optimizer is a function's, which the config does not know.
-
-    Raises:
-        ValueError: for ``optimizer.tables`` without a table, and what can be known to have no form for rows.
+        section: the ``optimizer`` section.
+        tables: whether the model has tables.
+        is_given: whether a function of the caller makes the optimizer, and not the config.
     """
     if section.tables is not None and not tables:
         raise ValueError(
@@ -95,11 +96,11 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
 
 
 def set_table_options(optimizer: Any, section: Optimizer) -> None:
-    """Give the groups of the name "tables" no weight decay, and with ``optimizer.tables`` its rule and its options."""
+    """Set the weight decay of groups named "tables" to 0, and their rule to that of ``optimizer.tables``."""
     for group in optimizer.param_groups:
         if group.get("name") != "tables":
             continue
-        for table in group["params"]:  # some keep state from the start on (torch.optim.Adagrad), of their own rule
+        for table in group["params"]:  # torch.optim.Adagrad, say, has made state for its own rule at once
             optimizer.state.pop(table, None)
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
@@ -109,9 +110,9 @@ def set_table_options(optimizer: Any, section: Optimizer) -> None:
             group |= {**options, "row_rule": rule}
 
 
-# -- what ``optimizer.tables`` may name: a rule, with all of its options ----------------------------------------------
+# -- the types of ``optimizer.tables``, each with all options of its rule -----------------------------------------
 
-#: name of a rule in `colossus.rows.row_rules`, its options
+#: (name of a rule in `colossus.rows.row_rules`, its options)
 RuleOptions = tuple[str, dict[str, Any]]
 
 
@@ -123,7 +124,7 @@ def sgd(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.row_rules.SGD`, or `Momentum`."""
+    """Return the options of `colossus.rows.row_rules.SGD`, or with a momentum of `Momentum`."""
     options = dict(lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, maximize=maximize)
     return "momentum" if momentum else "sgd", options
 
@@ -136,7 +137,7 @@ def adagrad(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.row_rules.Adagrad`."""
+    """Return the options of `colossus.rows.row_rules.Adagrad`."""
     initial = initial_accumulator_value
     return "adagrad", dict(lr=lr, lr_decay=lr_decay, eps=eps, initial_accumulator_value=initial, maximize=maximize)
 
@@ -148,7 +149,7 @@ def rowwise_adagrad(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.row_rules.RowWiseAdagrad`."""
+    """Return the options of `colossus.rows.row_rules.RowWiseAdagrad`."""
     initial = initial_accumulator_value
     return "rowwise_adagrad", dict(lr=lr, eps=eps, initial_accumulator_value=initial, maximize=maximize)
 
@@ -161,5 +162,5 @@ def sparse_adam(
     amsgrad: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.row_rules.Adam`."""
+    """Return the options of `colossus.rows.row_rules.Adam`."""
     return "adam", dict(lr=lr, betas=tuple(betas), eps=eps, maximize=maximize)

@@ -1,4 +1,4 @@
-"""The tables of a model: which they are, and what a step does with all of them."""
+"""The tables of a model with sparse gradients, and the calls of a step to all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colossus.sparse.plain_modules import look_up_in_rows
 from colossus.sparse.table import Dense, Gather, Table, TableSync
 from colossus.sparse.table_optimizers import row_rule
 
-#: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
+#: module that looks up rows if it has sparse=True -> its tables; further parameters of a subclass are ordinary ones
 _LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
     Embedding: ("weight",),
     EmbeddingBag: ("weight",),
@@ -35,7 +35,7 @@ _LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
+    """Yield name, module and parameter of each module that looks up in a trainable table with a sparse gradient."""
     for name, module in model.named_modules():
         leaves = next((leaves for kind, leaves in _LOOKUPS.items() if isinstance(module, kind)), ())
         if leaves and module.sparse:
@@ -46,22 +46,23 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
 
 
 def survey(model: nn.Module, context: ParallelContext) -> Survey:
-    """The tables of a whole model on the meta device, as this rank computes with them.
+    """Return the tables of a whole model on the meta device, as this rank computes with them.
 
-    Tables that something else computes with, too, are from now on dense in all their lookups: every row is touched.
+    A table that another module also computes with becomes dense in all of its lookups, since its gradient is of every
+    row.
 
     Raises:
-        ValueError: for what lookups of torch's modules cannot do here.
+        ValueError: a module of torch has ``max_norm`` or ``scale_grad_by_freq``.
     """
     lookups: dict[int, list[nn.Parameter]] = {}
     for name, module, table in table_modules(model):
         if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) has sparse=True with max_norm or scale_grad_by_freq, "
-                f"which no other plan repeats: leave them out, or sparse"
+                f"whose results would depend on the plan: leave them out, or sparse"
             )
         lookups.setdefault(id(module), []).append(table)
-    tables = {id(table): table for each in lookups.values() for table in each}
+    tables = {id(table): table for parameters in lookups.values() for table in parameters}
     tied: dict[int, str] = {}
     for name, module in model.named_modules():
         for param in module.parameters(recurse=False):
@@ -71,11 +72,11 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     for weight in tables.values():
         spec, axes = spec_of(weight), gradient_sum_axes(weight, context)
         ranks = context.size(axes)
-        shape, held, precision = spec.shards[0].shape, tuple(weight.shape), context.precision
-        # rows are stored, and their gradients are summed, as wide as the optimizer's; what is tied is as other weights
+        shape, local_shape, precision = spec.shards[0].shape, tuple(weight.shape), context.precision
+        # rows and their gradients have the dtype of the optimizer; a tied table has those of other weights
         is_tied = id(weight) in tied
         itemsize = (precision.reduce_dtype(precision.gradients) if is_tied else precision.optimizer).itemsize
-        facts.append(TableFacts(spec.name, shape, held, itemsize, ranks, tied.get(id(weight))))
+        facts.append(TableFacts(spec.name, shape, local_shape, itemsize, ranks, tied.get(id(weight))))
     for module in model.modules():
         if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]
@@ -83,16 +84,17 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
 
 
 class Tables:
-    """Of a rank's part of a model.
+    """The tables of a rank's part of a model.
 
-    Made in two steps: while the model has no values yet, which parameters are tables and how they are stored; and
-    once it has, what looks up in them.
+    The constructor decides which parameters are tables and how they are stored, before the model has values. `connect`
+    lets lookups go through them once it has.
 
     Args:
-        model: of this rank, on the meta device.
-        way_of: (full name, full shape, ranks that share a table) -> name of its way.
-        within: the axes over which gradients are summed at most; None: all.
-        partitions: into how many parts the rows of an owned table are cut; None: one for each owner.
+        model: this rank's part of the model, on the meta device.
+        context: the ranks.
+        way_of: a function of (full name, full shape, ranks that share a table) that returns the name of its way.
+        within: the axes over which gradients may be summed; None: all.
+        partitions: the number of parts into which the rows of an owned table are cut; None: one for each owner.
     """
 
     def __init__(
@@ -104,10 +106,10 @@ class Tables:
         partitions: int | None = None,
     ) -> None:
         self._context, self._partitions = context, partitions
-        #: by full name: the way, and the axes over which the gradient is a partial sum
+        #: full name -> the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._tables: dict[int, Table] = {}
-        #: by the axes over which the owners of tables are
+        #: axes of the owners -> their exchange
         self._exchanges: dict[tuple[str, ...], RowExchange] = {}
         for _, _, weight in table_modules(model):
             spec = spec_of(weight)
@@ -123,7 +125,7 @@ class Tables:
                 stored.place(placement.intervals(context.index(axes)))
                 attach(weight, stored)
             if (precision := context.precision).params != precision.optimizer:
-                # it is updated where it is stored: no wide copy stands behind it
+                # the stored table itself is updated: the optimizer has no wide copy of it
                 spec_of(weight).computed_dtype = precision.params
 
     def __bool__(self) -> bool:
@@ -136,10 +138,11 @@ class Tables:
         return self._tables.get(id(param))
 
     def connect(self, model: nn.Module, hosts: Hosts | None = None) -> None:
-        """The model has its values: lookups go through the tables from now on.
+        """Let lookups go through the tables, once the model has its values.
 
         Args:
-            hosts: rows are added up inside of these before they leave them; None: nowhere.
+            model: this rank's part of the model.
+            hosts: the hosts inside which gradients of rows are summed before they leave; None: they are not.
         """
         self._hosts = hosts
         for _, module, weight in table_modules(model):
@@ -170,7 +173,7 @@ class Tables:
         return Owners(weight, spec.name, Placement.of(num_rows, ranks, self._partitions), self._exchanges[axes])
 
     def _features(self, spec: ParameterSpec) -> Features | None:
-        """Where ranks have parts of the features of a table."""
+        """Return the features of a table that are split over ranks, or None where they are not."""
         (shard,) = spec.shards
         group = self._context.group(spec.layout.dims[1])
         if group.size == 1:
@@ -184,49 +187,48 @@ class Tables:
             table.begin_step()
 
     def start_sums(self, params: Iterable[nn.Parameter]) -> None:
-        """The gradients of those of these parameters that are tables are complete on this rank. Collective: all ranks
-        that share tables have them in the same order.
+        """Start the sums of those of these parameters that are tables, whose gradients are complete on this rank.
+
+        Collective: all ranks that share tables pass them in the same order.
         """
         for param in params:
             if (table := self.of(param)) is not None:
                 table.start_sum()
 
     def finish_sums(self) -> None:
-        """Let ``param.grad`` of each table be the sum over ranks of the rows that this one stores, as coalesced COO;
-        None where no rank has used it.
-        """
+        """Set ``param.grad`` of each table to the sum over ranks of this rank's rows (see `Table.finish_sum`)."""
         for table in self:
             table.finish_sum()
 
-    def serve(self) -> None:
-        """Give other ranks the rows that they look up until all have come here. Collective."""
+    def drain(self) -> None:
+        """Answer the fetches of other ranks until all have come here. Collective."""
         for exchange in self._exchanges.values():
-            exchange.serve()
+            exchange.drain()
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
-        """Around forwards without a step, of which ranks may have unequal numbers, or none. Collective.
+        """Run forwards without a step inside; ranks may have different numbers of them, or none. Collective.
 
-        Rows that one forward has fetched the next one finds.
+        A forward may use rows that an earlier one fetched.
         """
         for table in self:
             table.way.begin()
         try:
             yield
-            self.serve()
+            self.drain()
         finally:
             for table in self:
                 table.way.end()
 
     def report(self) -> dict[str, float]:
-        """Rows that this rank has touched in the last step, and alpha, the part of its rows, of each table."""
+        """Return the number of rows that this rank touched in the last step, and its fraction of each table's rows."""
         tables = list(self)
         alphas = {f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in tables}
         return {"rows_touched": float(sum(table.num_touched for table in tables)), **alphas} if tables else {}
 
     @contextmanager
     def updated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Update the rows that the step has touched; inside, the optimizer finds no gradient of tables."""
+        """Update the rows that have a gradient; inside, tables have no gradient for the optimizer."""
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         gradients = [(table, table.param.grad) for table in self]
         for table, gradient in gradients:
@@ -244,16 +246,16 @@ class Tables:
 
 
 def _own_group(context: ParallelContext, axes: tuple[str, ...]) -> AxisGroup:
-    """With connections of its own, so that what goes through them does not wait for buckets of gradients."""
+    """Return a group with connections of its own, so that rows do not wait for buckets of gradients."""
     everyone = context.group(axes)
     return context.subgroup(axes, range(everyone.size), str(everyone))
 
 
 def _levels_over(context: ParallelContext, axes: tuple[str, ...], hosts: Hosts | None) -> list[Level]:
-    """From a rank to the owners of rows among those over ``axes``.
+    """Return the levels from a rank to the owners of rows among the ranks over ``axes``.
 
-    Directly; or, given hosts, first to the rank of this host that has the owner's position on its host, which adds up
-    what it gets (Parallax, 1808.02621: local aggregation), and from there between counterparts.
+    Without hosts there is one level. With hosts, gradients go first to the rank of this host that has the owner's
+    position on its host, which adds them up (local aggregation in Parallax, 1808.02621), and from there to the owner.
     """
     everyone = context.group(axes)
     if hosts is None or everyone.size == 1 or not set(axes) & {*context.grid.axes("data")}:

@@ -1,6 +1,4 @@
-"""A language model over very many words, after that of Parallax (1808.02621, after 1602.02410): large tables around a
-small trunk.
-"""
+"""A language model over very many words, large tables around a small trunk, as in Parallax (1808.02621, 1602.02410)."""
 
 from __future__ import annotations
 
@@ -20,18 +18,17 @@ from colossus.sharded_tensor.regions import moved, to_whole
 from colossus.sparse.sampled_softmax import SampledSoftmax
 from colossus.sparse.words_options import WordsOptions
 
-#: of tables that are looked up, whose rows are learned seldom
+#: the initial values of tables that are looked up, whose rows are seldom updated
 _TABLE_INIT = Normal(0.05)
 
 
 @MODELS.register("WordsLM")
 class WordsLM(Transformer[WordsOptions]):
-    """Words, and with ``pairs`` hashed pairs of them, to the next word; options as in `WordsOptions`.
+    """A model that predicts the next word from words and, with ``pairs``, hashed pairs of words (see `WordsOptions`).
 
     Shape:
-        ids [batch, tokens] in the whole layout, or with ``pairs`` dict(ids=.., pairs=..), both of that shape.
-        Output [batch, tokens, hidden_size]: what `SampledSoftmax` turns into a loss, in evaluation that of the softmax
-        over all words.
+        ids [batch, tokens] in the whole layout, or with ``pairs`` dict(ids=.., pairs=..), both of that shape ->
+        [batch, tokens, hidden_size], of which `loss` makes a sampled softmax, or in evaluation one over all words.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -63,7 +60,7 @@ class WordsLM(Transformer[WordsOptions]):
         if (pairs is None) != (self.pairs is None):
             raise located_error(
                 f"WordsLM: model.pairs = {self.options.pairs}, but the batch has "
-                f"{'no' if pairs is None else 'a key'} 'pairs': give data.pairs the same number"
+                f"{'no' if pairs is None else 'a'} key 'pairs': set data.pairs to the same number"
             )
         outer = self.parallel.regions.residual if self.lstm is None else self.parallel.regions.whole
         x = moved(self.embedding(ids), outer, self.parallel)
@@ -85,6 +82,6 @@ class WordsLM(Transformer[WordsOptions]):
         return x
 
     def loss(self, hidden: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """(sum, count) over the words of a batch with ``labels`` [batch, tokens]."""
+        """Return the loss's sum and count over the words of a batch with ``labels`` [batch, tokens]."""
         loss: tuple[Tensor, Tensor] = self.head(hidden, batch["labels"])
         return loss

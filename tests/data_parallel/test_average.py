@@ -120,14 +120,14 @@ class Fails(dict[str, Any]):
 REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (
         lambda rank: colossus.average({"w": torch.ones(2, 3 + (rank == 2))}),
-        "rank 0 gives tensors['w']: float32 [2, 3], rank 2 gives tensors['w']: float32 [2, 4]; all give the same",
+        "rank 0 passes tensors['w']: float32 [2, 3], but rank 2 tensors['w']: float32 [2, 4]; pass the same on all ranks",
     ),
     (
         lambda rank: colossus.average([_ones()] * (1 + (rank == 1))),
-        "rank 0 gives nothing more, rank 1 gives tensors[1]: float32 [2, 3]",
+        "rank 0 passes nothing more, but rank 1 tensors[1]: float32 [2, 3]",
     ),
     (lambda rank: colossus.average([_ones(), "x" if rank == 1 else _ones()]), "tensors[1] is str; only tensors are"),
-    (lambda rank: colossus.average(torch.ones(2).bool()), "tensors is bool: its mean is no such number"),
+    (lambda rank: colossus.average(torch.ones(2).bool()), "tensors is bool, which cannot represent a mean"),
     (
         lambda rank: colossus.average(_ones(), graph="bipartite_exponential"),
         "pairs odd replicas",
@@ -139,7 +139,7 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda rank: colossus.average(Fails() if rank == 2 else {"w": _ones()}), "ZeroDivisionError: no items (on rank 2"),
     (
         lambda rank: colossus.average(_ones(), iterations=2 + (rank == 2)),
-        "rank 0 gives iterations 2, rank 2 gives iterations 3; all give the same",
+        "rank 0 passes iterations 2, but rank 2 iterations 3; pass the same on all ranks",
     ),
     (lambda rank: colossus.average(_ones(), graph="ring" if rank else "star", iterations=2), "rank 0 gives the graph "),
 ]

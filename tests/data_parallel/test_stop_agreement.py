@@ -45,7 +45,9 @@ class Replica:
             time.sleep(self.pace)
             if self.completed in self.requests:
                 self.requested = addend(self.requests[self.completed])
-            numbers = collectives.all_reduce(number(self.requested + self.agreement.heard()), self.replica).wait()
+            numbers = collectives.all_reduce(
+                number(self.requested + self.agreement.pending_requests()), self.replica
+            ).wait()
             self.completed += 1
             if self.completed in self.sync_points or self.completed == steps:
                 self.agreement.enter(self.completed)
@@ -114,17 +116,17 @@ def test_a_replica_that_makes_no_step_is_named() -> None:
         agreement._timeout = 1.5
         if context.index("data"):
             for _ in range(4):  # as long as it makes steps it is waited for
-                agreement.heard()
+                agreement.pending_requests()
                 time.sleep(0.21)
             if context.index("tensor") == 0:
                 context.store().set("silent", "")
             return None
         with pytest.raises(RuntimeError) as caught:
-            agreement.meet()
+            agreement.wait_for_all()
         assert context.store().check(["silent"])
         return str(caught.value), len(progress)
 
     for found in run_ranks(4, body, plan=grid(data=2, tensor=2))[:2]:  # both ranks of the replica that waits
         told, times = found
-        assert "waits for replica 1, of which none has made a step for 1.5 s" in told
+        assert "waits for replica 1, but none of these has made a step for 1.5 s" in told
         assert times >= 3  # of the four steps that were made

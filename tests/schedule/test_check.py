@@ -66,7 +66,7 @@ def test_an_action_on_another_rank_is_named() -> None:
     [
         (
             [Action("forwards")],
-            "(forwards of microbatch 0 on stage 0): a schedule gives compute",
+            "(forwards of microbatch 0 on stage 0): a schedule returns compute",
         ),  # type: ignore[arg-type]
         ([Action("send_activation", 0, 0, 1)], "sends, receives, reductions and the step are added to it"),
         ([Action("step")], "a schedule returns compute actions only"),

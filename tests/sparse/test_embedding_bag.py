@@ -106,7 +106,7 @@ def test_a_narrow_table_is_widened_by_distinct_rows(padding: int | None, num_ids
 
 IDS = torch.tensor([[0, 1, 2]])
 BAD: list[tuple[dict[str, Any], Tensor, Tensor | None, str]] = [
-    ({}, IDS[0], None, "EmbeddingBag: ids have shape (3,), not [bags, n]. Bags of unlike lengths are filled up"),
+    ({}, IDS[0], None, "EmbeddingBag: ids have shape (3,), not [bags, n]. Pad bags of different lengths"),
     ({}, IDS + 5, None, "ids range over 5..7, outside the vocabulary 0..6"),
     ({"mode": "sum"}, IDS, torch.ones(1, 2), "per_sample_weights have shape (1, 2), the ids (1, 3)"),
 ]
@@ -147,7 +147,7 @@ def test_what_torchs_lookups_do_beside_looking_up(option: dict[str, Any]) -> Non
 
 def test_offsets_are_refused() -> None:
     one = engine()
-    with pytest.raises(ValueError, match=r"takes ids \[bags, n\], filled up with padding_idx, and no offsets"):
+    with pytest.raises(ValueError, match=r"takes ids \[bags, n\], padded with padding_idx, and no offsets"):
         one.train_step({"inputs": {"ids": torch.tensor([0, 1, 2, 3]), "offsets": torch.tensor([0, 1, 2, 3])}})
     one.close()
     with pytest.raises(ValueError, match="ids"):

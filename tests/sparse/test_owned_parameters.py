@@ -102,4 +102,4 @@ def _own_backward(rank: int) -> str:
 
 def test_a_backward_of_ones_own_finds_no_rows_again() -> None:
     for said in run_ranks(2, _own_backward, with_context=False, timeout=20):
-        assert "finds the rows of its forward in engine.train_step alone" in said
+        assert "Only engine.train_step keeps the rows of a forward for its recomputation" in said

@@ -38,9 +38,9 @@ def test_owners_never_send_more(parties: int, touched: float, size: int) -> None
         (TABLE, "owners"),
         (replace(TABLE, ranks=2), "owners"),  # as few bytes as gather, and the table is held once
         (replace(TABLE, ranks=1), "dense"),
-        (replace(TABLE, held=(SMALL_BYTES // 8, 1)), "dense"),
-        (replace(TABLE, held=(SMALL_BYTES // 8 + 1, 1)), "owners"),
-        (replace(TABLE, held=(3, 10_000)), "dense"),  # fewer rows than ranks
+        (replace(TABLE, local_shape=(SMALL_BYTES // 8, 1)), "dense"),
+        (replace(TABLE, local_shape=(SMALL_BYTES // 8 + 1, 1)), "owners"),
+        (replace(TABLE, local_shape=(3, 10_000)), "dense"),  # fewer rows than ranks
         (replace(TABLE, tied="head (Linear)"), "dense"),
     ],
 )
@@ -54,7 +54,7 @@ def test_tables_are_owned_unless_something_speaks_against_it(table: TableFacts, 
 
 
 SURVEY = Survey(
-    (TABLE, replace(TABLE, name="few.weight", held=(3, 64)), replace(TABLE, name="t.weight", tied="head")),
+    (TABLE, replace(TABLE, name="few.weight", local_shape=(3, 64)), replace(TABLE, name="t.weight", tied="head")),
 )
 
 

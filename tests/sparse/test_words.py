@@ -140,8 +140,8 @@ def test_words_are_learned_as_in_plain_torch(name: str, plain: dict[str, float])
 
 
 BAD = [
-    (dict(num_samples=51_000), {}, "model.num_samples = 51000 different ones of model.vocab_size = 50000 words"),
-    (dict(tie_embeddings=True), {}, "model.tie_embeddings = True: the tables of words and of the softmax are two"),
+    (dict(num_samples=51_000), {}, "model.num_samples = 51000 different words of model.vocab_size = 50000"),
+    (dict(tie_embeddings=True), {}, "model.tie_embeddings = True: the words and the softmax need tables of their own"),
     (dict(), dict(sequence=2), "model.trunk = 'lstm' goes through the words one after the other"),
     (dict(), dict(pipeline=4), "fewer than parallel.pipeline.size = 4"),
 ]

@@ -1,4 +1,4 @@
-"""AD-PSGD (1710.06952): replicas average in pairs while they compute, and nobody waits for a slow one."""
+"""AD-PSGD (1710.06952): replicas average in pairs while they compute, and no replica waits for a slow one."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 from colossus.graphs.graph_checks import two_sides
 
-#: kinds of messages: x of an active replica, and what it is to subtract
+#: kinds of messages: x of an active replica, and the difference that it is to subtract
 REQUEST, ANSWER = 0x0101, 0x0102
 
 
 class ADPSGD(GraphStrategy):
     """Pairwise averaging on a bipartite graph, by increments of half a difference.
 
-    Replicas are *active* or *passive*. At the boundary of a step an active one sends its x_i to a passive neighbour,
-    which answers at once, in the midst of a step, with d = (x_i - x_j) / 2, and answers the next as if it had d
-    already. The passive one adds what it has promised at its next boundary, the active one subtracts d at the first
-    boundary after the answer has come; gradients may be stale.
+    Replicas are *active* or *passive*. At the boundary of a step an active one sends its x_i to a passive neighbour.
+    The passive one answers at once, also inside a step, with d = (x_i - x_j) / 2, and answers the next request as if
+    it had added d already. It adds its promised increments at its next boundary. The active one subtracts d at the
+    first boundary after the answer has come. Gradients may be stale.
 
-    An active replica has one exchange under way, so each is an average of two replicas, one after the other, in the
-    order in which they were answered. With k under way it would give away half of itself k times:
+    An active replica has one exchange under way, so exchanges are averages of two replicas, one after the other, in
+    the order of the answers. With k under way it would give away half of itself k times:
     x(t + 1) = x(t) - (x(t - k) - x_j) / 2, which diverges for k > 2.
 
-    Not reproducible: who averages with whom in which order depends on who is how fast. A replica is one rank.
+    Runs are not reproducible: the pairs and their order depend on the speed of the replicas. A replica is one rank.
 
     Attributes:
-        num_exchanges: that this replica has begun.
-        record: what this replica does, in order, where it is a list: ("step", completed) once its own update is made;
-            ("begin", passive, number), ("apply", passive, number) of an active one; ("answer", active, number), and
-            ("boundary",) where it adds what it has answered, of a passive one.
+        num_exchanges: the number of exchanges that this replica has begun.
+        record: None, or a list to which this replica appends its events: ("step", completed) after its own update;
+            ("begin", passive, number) and ("apply", passive, number) on an active one; ("answer", active, number) and
+            ("boundary",), where it adds its increments, on a passive one.
     """
 
     options: ADPSGDOptions
@@ -53,19 +53,19 @@ class ADPSGD(GraphStrategy):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        #: of an active replica: its neighbours, and how often each is picked
+        #: on an active replica: its neighbours, and the weights with which they are picked
         self._neighbours: list[int] = []
         self._weights: list[float] = []
         self._seed, self.num_exchanges = parts.context.rng.seed, 0
-        #: of the exchange under way: the passive replica, the number of the exchange, the steps completed at its begin
+        #: the exchange under way: the passive replica, its number, and the steps completed when it began
         self._under_way: tuple[int, int, int] | None = None
         self.answers: PairAnswers | None = None
-        #: of each exchange applied in this step, the steps since it was begun
+        #: for each exchange applied in this step, the number of steps since it began
         self._applied: list[int] = []
         if self.links is None:
             return
-        self._meet()  # all have connections then, by which a death is seen
-        weights = np.sum(self.graph.matrices, axis=0)  # how much each gives to each other in a period
+        self._wait_for_all()  # afterwards all are connected, so that each notices the death of another
+        weights = np.sum(self.graph.matrices, axis=0)  # the weight from each replica to each other in a period
         np.fill_diagonal(weights, 0.0)
         sides = two_sides(weights > 0)
         assert sides is not None
@@ -96,7 +96,7 @@ class ADPSGD(GraphStrategy):
             self._begin_exchange()
 
     def _begin_exchange(self) -> None:
-        """With whom is a function of the seed, the replica and the number of the exchange."""
+        """Begin an exchange with a neighbour that depends on the seed, the replica and the exchange's number."""
         assert self.links is not None
         draw = random.Random(f"{self._seed}/{self._data_group.index}/{self.num_exchanges}")
         (passive,) = draw.choices(self._neighbours, self._weights)
@@ -108,7 +108,7 @@ class ADPSGD(GraphStrategy):
         self.links.send(passive, REQUEST, number, data, dtype=self.vector.dtype, owned=True)
 
     def _apply_answer(self) -> None:
-        """Wait for the answer that is under way, and subtract it."""
+        """Wait for the answer that is under way, if any, and subtract it."""
         assert self.links is not None
         if self._under_way is None:
             return
@@ -123,22 +123,22 @@ class ADPSGD(GraphStrategy):
         if self.record is not None:
             self.record.append(what)
 
-    # -- where all meet -----------------------------------------------------------------------------------
+    # -- sync points --------------------------------------------------------------------------------------
 
-    def come_together(self) -> None:
-        """Apply what is under way, and wait until all have: then nothing is under way on any replica."""
-        super().come_together()
-        self._apply_answer()  # which comes without anybody having to meet: threads answer
-        self._meet()
+    def before_sync_point(self) -> None:
+        """Apply the exchange that is under way, and wait until all replicas have: then none is under way."""
+        super().before_sync_point()
+        self._apply_answer()  # the thread of the passive replica answers wherever its main thread is
+        self._wait_for_all()
         if self.answers is not None:
             self._applied += [0] * self.answers.pass_boundary()
             self.answers.shut()
 
-    def _meet(self) -> None:
+    def _wait_for_all(self) -> None:
         assert self.links is not None
         assert self.stop_agreement is not None
         began = time.monotonic()
-        self.stop_agreement.meet()
+        self.stop_agreement.wait_for_all()
         self.links.waited_seconds += time.monotonic() - began
 
     # -- besides ------------------------------------------------------------------------------------------
@@ -156,21 +156,22 @@ class ADPSGD(GraphStrategy):
         staleness = {"staleness": sum(self._applied) / count} if count else {}
         return super().report() | {"exchanges": float(count)} | staleness
 
-    def part(self) -> None:
-        super().part()
+    def wait_before_close(self) -> None:
+        super().wait_before_close()
         if self.answers is not None:
             self.answers.close()
 
 
 class PairAnswers:
-    """Answers with half the difference to what this replica had at its last boundary and has promised since, one
-    request after the other.
+    """The thread of a passive replica that answers requests, one after the other.
 
-    Nothing is answered from a sync point of all replicas until the next step begins: parameters may be changed there.
+    An answer is half the difference to the parameters at the last boundary plus the increments promised since. From a
+    sync point to the beginning of the next step nothing is answered, since parameters may change there.
 
     Args:
-        vector: this rank's parameters; read and written by `pass_boundary` alone.
-        note: told what is done in which order: ("answer", active replica, number of its exchange), ("boundary",).
+        links: the links to the other replicas.
+        vector: this rank's parameters, which only `pass_boundary` and `open` read, and only the former writes.
+        note: called with each event in order: ("answer", active replica, number of its exchange), ("boundary",).
     """
 
     def __init__(self, links: PeerLinks, vector: ParameterVector, note: Callable[..., None]) -> None:
@@ -192,10 +193,10 @@ class PairAnswers:
 
     @torch.no_grad()
     def pass_boundary(self) -> int:
-        """Add what was promised to the parameters, and answer from them from now on.
+        """Add the promised increments to the parameters, from which later requests are answered.
 
         Returns:
-            How many exchanges are applied so.
+            The number of exchanges that are applied by this.
         """
         with self._lock:
             if self._failure is not None:
@@ -209,7 +210,7 @@ class PairAnswers:
         return applied
 
     def open(self) -> None:
-        """A step begins: the parameters are what they will be in it."""
+        """Begin to answer from the parameters of the step that begins, if answers were shut."""
         if not self._is_open:
             with self._lock:
                 self._vector.pack(self._now)
@@ -217,9 +218,9 @@ class PairAnswers:
             self._wake.set()
 
     def shut(self) -> None:
-        """All replicas have met: nothing is under way, and parameters may change until the next step."""
+        """Stop answering until the next step; all replicas are at a sync point, and no exchange is under way."""
         with self._lock:
-            assert not self._requests, "an average is under way where all have met"
+            assert not self._requests, "an exchange is under way at a sync point"
             self._is_open = False
 
     def close(self) -> None:
@@ -236,7 +237,7 @@ class PairAnswers:
                 self._wake.clear()
                 while self._answer_next():
                     pass
-        except BaseException as error:  # told by the main thread
+        except BaseException as error:  # the main thread raises it
             with self._lock:
                 self._failure = error
 
@@ -249,10 +250,10 @@ class PairAnswers:
             request = self._requests.popleft()
             self._note("answer", request.source, request.number)
             parts = (self._vector.parts(buffer) for buffer in (request.data, self._now, self._promised))
-            for given, now, promised in zip(*parts, strict=True):
-                given.sub_(now).mul_(0.5)
-                now.add_(given)
-                promised.add_(given)
+            for x, now, promised in zip(*parts, strict=True):
+                difference = x.sub_(now).mul_(0.5)
+                now.add_(difference)
+                promised.add_(difference)
             self._num_promised += 1
         dtype = self._vector.dtype
         self._links.send(request.source, ANSWER, request.number, request.data, dtype=dtype, owned=True)

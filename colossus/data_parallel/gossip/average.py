@@ -1,4 +1,4 @@
-"""Averaging of any tensors over ranks by gossip, apart from a strategy."""
+"""The average of any tensors over ranks by gossip, without a strategy."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def average(
     peers: int = 1,
     iterations: int | None = None,
 ) -> Any:
-    """The mean of tensors over ranks, found by each mixing with a few others (push-sum, 1811.10792). Collective.
+    """Return the mean of tensors over ranks, by gossip with a few other ranks (push-sum, 1811.10792). Collective.
 
-    Over the ranks along ``data`` of the current `ParallelContext`, or, where none is open, over all ranks of
-    ``torch.distributed``. Each rank gives tensors of the same shapes and dtypes. They stay as they are, and what is
-    returned requires no gradient. Those of 16 bits are mixed in float32.
+    The mean is over the ranks along ``data`` of the current `ParallelContext`, or over all ranks of
+    ``torch.distributed`` where no context is open. Each rank passes tensors of the same shapes and dtypes. They do not
+    change, and the results require no gradient. Tensors of 16 bits are mixed in float32.
 
         w = colossus.average(list(model.parameters()), graph="ring", iterations=10)
 
     Args:
-        tensors: a tensor, or a nest (mappings, lists, tuples) of them: floating or complex.
+        tensors: a tensor, or a nest (mappings, lists, tuples) of tensors: floating or complex.
         graph: as ``parallel.strategy.graph``: a name, ``dict(type=.., **options)``, a function or matrices.
-        peers: to how many others a rank sends in an iteration.
-        iterations: how many; None: until the distance to the mean is below 1e-6 of what it was, or exact where the
-            graph gives it (exponential: after log2 of n ranks).
+        peers: the number of ranks to which a rank sends in an iteration.
+        iterations: the number of iterations; None: until the distance to the mean is below 1e-6 of the first one, or
+            0 for a graph that reaches it (exponential: after log2 of n ranks).
 
     Returns:
         The same nest of new tensors.
 
     Raises:
-        ValueError: on all ranks, for a graph or tensors that do not fit, or that differ between ranks.
+        ValueError: on all ranks, where the graph or the tensors do not fit, or differ between ranks.
         RuntimeError: a rank died, or was silent for too long.
     """
     context = current_context()
@@ -60,52 +60,57 @@ def average(
         group, timeout = context.group("data"), context.timeout.total_seconds()
     else:
         group, timeout = launched_ranks("colossus.average"), _TIMEOUT_SECONDS
-    problem, gives, found = "", [], []
+    problem, arguments, paths = "", [], []
     try:
-        found = _checked(tensors)
-        made = make_graph(graph, group.size, peers)
-        if problems := problems_of(made):
+        paths = _checked(tensors)
+        mixing = make_graph(graph, group.size, peers)
+        if problems := problems_of(mixing):
             raise ValueError(f"graph over {group.size} ranks: {problems[0]}")
         if iterations is None:
-            iterations = consensus(made).steps
+            iterations = consensus(mixing).steps
         if iterations is None:
-            raise ValueError("mixing by this graph does not come near the mean: say how many iterations")
-        gives = [f"iterations {iterations}", f"the graph {made.digest().hex()[:8]}"]
-        gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
-    except Exception as error:  # on one rank only, maybe: the others would wait for it
+            raise ValueError("mixing by this graph does not come near the mean: set the number of iterations")
+        arguments = [f"iterations {iterations}", f"the graph {mixing.digest().hex()[:8]}"]
+        arguments += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in paths]
+    except Exception as error:  # possibly on one rank only, for which the others would wait
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    _require_alike(group, problem, gives)
+    _require_alike(group, problem, arguments)
     if group.size == 1 and context.rank == 0:
-        log.warning("colossus.average: there is nobody to average with: tensors are given back as they are")
-    if group.size == 1 or not found:
+        log.warning("colossus.average: there is no other rank to average with, so tensors are returned as they are")
+    if group.size == 1 or not paths:
         return map_leaves(lambda tensor: tensor.detach().clone(), tensors)
-    means = iter(_mix([tensor for _, tensor in found], made, iterations or 0, group, timeout))
+    means = iter(_mix([tensor for _, tensor in paths], mixing, iterations or 0, group, timeout))
     return map_leaves(lambda _: next(means), tensors)
 
 
 def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
-    """All tensors with their paths."""
-    found = list(leaves(tensors, "tensors"))
-    for path, tensor in found:
+    """Return all tensors with their paths.
+
+    Raises:
+        ValueError: a leaf is no tensor that can be averaged.
+    """
+    paths = list(leaves(tensors, "tensors"))
+    for path, tensor in paths:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{path} is {type(tensor).__name__}; only tensors are averaged")
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"{path} is {_dtype(tensor)}: its mean is no such number; convert it: .float()")
+            raise ValueError(f"{path} is {_dtype(tensor)}, which cannot represent a mean; convert it: .float()")
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
             raise ValueError(f"{path} is no dense tensor with values of this rank; of a DTensor average its to_local()")
-    return found
+    return paths
 
 
-def _require_alike(group: AxisGroup, problem: str, gives: list[str]) -> None:
-    """Raise on all ranks what is wrong on one of them, or differs between them: else the others would wait for it."""
-    everyone = all_gather_object((problem, gives), group)
+def _require_alike(group: AxisGroup, problem: str, arguments: list[str]) -> None:
+    """Raise on all ranks where one has a problem, or their arguments differ, so that none waits for another."""
+    everyone = all_gather_object((problem, arguments), group)
     for rank, (its_problem, its) in zip(group.ranks, everyone, strict=True):
         if its_problem:
             raise ValueError(f"colossus.average: {its_problem} (on rank {rank})")
         for one, other in zip_longest(everyone[0][1], its, fillvalue="nothing more"):
             if one != other:
                 raise ValueError(
-                    f"colossus.average: rank {group.ranks[0]} gives {one}, rank {rank} gives {other}; all give the same"
+                    f"colossus.average: rank {group.ranks[0]} passes {one}, but rank {rank} {other}; pass the same on "
+                    f"all ranks"
                 )
 
 
@@ -115,16 +120,16 @@ def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup,
         tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous()
         for tensor in tensors
     ]
-    held, me = PushSum(ParameterVector(mixed)), group.index
-    links = PeerLinks(group, held.vector.nbytes, timeout)
+    push_sum, me = PushSum(ParameterVector(mixed)), group.index
+    links = PeerLinks(group, push_sum.vector.nbytes, timeout)
     try:
         for number in range(iterations):
             at = graph.at(number)
-            held.send(links, [to for to, _ in at.targets(me)], number)
+            push_sum.send(links, [to for to, _ in at.targets(me)], number)
             messages = [InFlight(source, number, number, float(at.matrix[me, source])) for source in at.sources(me)]
             for message in messages:
                 message.fill(links.receive(message.source, MIX, number))
-            held.mix(at.keeps(me), messages)
+            push_sum.mix(at.keeps(me), messages)
             for message in messages:
                 links.release(message.received)
     finally:

@@ -1,6 +1,4 @@
-"""Gossip with the peers of a graph after each step: Stochastic Gradient Push (1811.10792; with overlap OSGP), and
-D-PSGD (1705.09056).
-"""
+"""Gossip with the peers of a graph in each step: Stochastic Gradient Push (1811.10792), OSGP, D-PSGD (1705.09056)."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from colossus.graphs.graph import Graph, make_graph
 
 
 class GraphStrategy(PerReplica):
-    """Base of the strategies whose replicas exchange parameters along the edges of a graph.
+    """The base of strategies whose replicas exchange parameters along the edges of a graph.
 
     Attributes:
         vector: the trained parameters of this rank.
-        links: to the other replicas; None where there are none.
+        links: the links to the other replicas; None where there are none.
     """
 
     options: GraphOptions
@@ -48,7 +46,7 @@ class GraphStrategy(PerReplica):
             self.stop_agreement.while_waiting = self.require_alive
 
     def receive_from(self, source: int, kind: int, number: int, while_waiting: Callable[[], None]) -> Message:
-        """Wait for a message.
+        """Wait for a message, and return it.
 
         Raises:
             PeerGone: its sender has died.
@@ -60,7 +58,7 @@ class GraphStrategy(PerReplica):
             raise _death_of(source, str(error)) from error
 
     def require_alive(self) -> None:
-        """Raises a `RuntimeError` if another replica has died, or has ended before this one."""
+        """Raise RuntimeError if another replica has died, or has ended before this one."""
         links = self.links
         assert links is not None
         for index in range(links.group.size):
@@ -68,8 +66,8 @@ class GraphStrategy(PerReplica):
                 if links.has_departed(index):
                     raise RuntimeError(
                         f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
-                        f"failed, or, in a loop of your own, did not come to a sync point that this one waits in: all "
-                        f"replicas evaluate, save and close as often as each other"
+                        f"failed, or, in a loop of your own, did not come to a sync point at which this one waits: all "
+                        f"replicas must evaluate, save and close equally often"
                     )
                 raise _death_of(index, f"{links.name(index)} has gone: {reason}")
 
@@ -85,7 +83,7 @@ class GraphStrategy(PerReplica):
 
     def close(self) -> None:
         if self.links is not None:
-            self.part()
+            self.wait_before_close()
             self.links.close()
 
 
@@ -94,26 +92,21 @@ def _death_of(replica: int, reason: str) -> PeerGone:
 
 
 def _require_same(graph: Graph, context: ParallelContext) -> None:
-    """All processes must mix by the same graph, also where a function of the user's own gives it. Collective over all.
-
-    Raises:
-        ValueError: on all ranks, when one has other matrices.
-    """
+    """Raise ValueError on all ranks unless all have the same matrices. Collective over all ranks."""
     digests = all_gather_object(graph.digest(), context.group(context.grid.names))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise ValueError(
             f"parallel.strategy.graph: rank {different[0]} has got other matrices than rank 0: every process calls the "
-            f"function, and must get the same. Seed what is random in it with the step or train.seed"
+            f"function, and must get the same result. Seed its random numbers with the step or train.seed"
         )
 
 
 class Gossip(GraphStrategy):
-    """Base of the strategies that mix by a graph: x <- P x over the replicas, and the push-sum weight w <- P w.
+    """The base of strategies that mix by a graph: x <- P x over the replicas, and the push-sum weight w <- P w.
 
-    Between steps the parameters of the model are z = x / w; w stays 1 where the rows of P sum to 1 and nothing is in
-    flight (`PushSum`). A replica sends its x once, to all of its peers; who takes it in multiplies by the edge's
-    weight.
+    Between steps the parameters of the model are z = x / w. w stays 1 where the rows of P sum to 1 and no message is in
+    flight (`PushSum`). A replica sends its x to all of its peers, and the receiver multiplies by the edge's weight.
     """
 
     options: GossipOptions
@@ -126,14 +119,14 @@ class Gossip(GraphStrategy):
 
     @property
     def weight(self) -> float:
-        """W."""
+        """The push-sum weight w."""
         return self.push_sum.weight
 
     # -- mixing -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def send(self, step: int) -> None:
-        """Send x to the peers of step ``step``, and expect what they send."""
+        """Send x to the peers of step ``step``, and expect their messages."""
         assert self.links is not None
         graph, me = self.graph.at(step), self._data_group.index
         self.push_sum.send(self.links, [to for to, _ in graph.targets(me)], step)
@@ -144,7 +137,7 @@ class Gossip(GraphStrategy):
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
-        """X and w become what this replica keeps of them and what is due after step ``step``; z follows."""
+        """Mix x and w with the messages that are due after step ``step``, and set z."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         self.push_sum.mix(self.graph.at(step).keeps(self._data_group.index), due)
         for message in due:
@@ -152,7 +145,7 @@ class Gossip(GraphStrategy):
         self.in_flight = [message for message in self.in_flight if message not in due]
 
     def receive(self, message: InFlight) -> InFlight:
-        """Wait for it, if it has not come yet."""
+        """Wait for a message, if it has not come yet, and return it."""
         if message.data is None:
             assert self.links is not None
             name, number = self.links.name(message.source), message.sent + 1
@@ -164,8 +157,10 @@ class Gossip(GraphStrategy):
         return message
 
     def _answer_stop(self) -> None:
-        """Whoever requests a stop sends nothing until all have said after which step they can: this replica hears of it
-        in the next step, on an accelerator in the one after that.
+        """Post the step after which this replica can stop, where one is requested.
+
+        The replica with the request sends nothing until all have posted. This one acts on the request in the next step,
+        or on an accelerator in the one after that.
         """
         assert self.stop_agreement is not None
         self.stop_agreement.answer(self._completed + 3)
@@ -186,11 +181,11 @@ class Gossip(GraphStrategy):
     # -- state --------------------------------------------------------------------------------------------
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        """``x`` where w is not 1, and each message in flight, which is received for that."""
+        """Return ``x`` where w is not 1, and the messages in flight, for which this waits."""
         vector = self.vector
-        held = {} if self.push_sum.x is None else {"x": self.push_sum.x}
-        held |= {message.name: self.receive(message).received for message in self.in_flight}
-        views = {name: vector.views(data) for name, data in held.items()}
+        buffers = {} if self.push_sum.x is None else {"x": self.push_sum.x}
+        buffers |= {message.name: self.receive(message).received for message in self.in_flight}
+        views = {name: vector.views(data) for name, data in buffers.items()}
         return {param: {name: of[at] for name, of in views.items()} for at, param in enumerate(self.trained)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,17 +193,19 @@ class Gossip(GraphStrategy):
         return {
             "replicas": self._data_group.size,
             "weight": self.weight,
-            "in_flight": [[each.source, each.sent, each.due, each.share, each.weight] for each in messages],
+            "in_flight": [
+                [message.source, message.sent, message.due, message.share, message.weight] for message in messages
+            ],
         }
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Kept until `load_state_dict`, which has the numbers to it."""
+        """Save the state for `load_state_dict`, which has the numbers that belong to it."""
         self._saved = state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Another number of replicas begins anew: with the parameters that it was given, and nothing in flight."""
-        for message in self.in_flight:  # what comes later has the number of a step that is made again
+        """Load the state; under another number of replicas, reset w to 1 and drop the messages in flight."""
+        for message in self.in_flight:  # a message that came later would have the number of a step that is repeated
             self._release(self.receive(message))
         self.in_flight = []
         self.push_sum.restore(1.0, None)
@@ -227,12 +224,12 @@ class Gossip(GraphStrategy):
 
 
 class SGP(Gossip):
-    """x <- P x after every step, w <- P w; gradients are of z = x / w, P column-stochastic.
+    """Stochastic Gradient Push: x <- P x and w <- P w after every step, with a column-stochastic P.
 
-    The update that the optimizer makes of z, weight decay included, is added to x as it is.
+    Gradients are those at z = x / w. The optimizer's update of z, weight decay included, is added to x.
 
-    With ``overlap`` k, what is sent after step t is taken in after step t + k, and travels while steps compute:
-    x_i <- P_ii(t) x_i + sum_j P_ij(t - k) x_j(t - k), and so with w, which counts what is in flight.
+    With ``overlap`` k, a message of step t travels while steps compute, and is mixed in after step t + k:
+    x_i <- P_ii(t) x_i + sum_j P_ij(t - k) x_j(t - k), and w likewise, so that it counts messages in flight.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -246,10 +243,10 @@ class SGP(Gossip):
 
 
 class DPSGD(Gossip):
-    """x <- W x - lr g(x) with a doubly stochastic W, algorithm 1 of the paper: what is sent travels while gradients are
-    computed; they are of x, and the optimizer steps from W x, which it also takes its weight decay of.
+    """D-PSGD: x <- W x - lr g(x) with a doubly stochastic W (algorithm 1 of the paper).
 
-    W (x - lr g(x)) is `SGP` with the same graph.
+    Messages travel while the gradients of x are computed. The optimizer steps from W x, and takes its weight decay of
+    W x. For W (x - lr g(x)) take `SGP` with the same graph.
     """
 
     options: DPSGDOptions

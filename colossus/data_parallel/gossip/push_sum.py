@@ -1,4 +1,4 @@
-"""x and w of push-sum (1811.10792): what a replica mixes, beside the z = x / w that its model computes with."""
+"""Push-sum (1811.10792): a replica mixes x and the weight w, and its model computes with z = x / w."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from colossus.comm.peers import Message, PeerLinks
 from colossus.data_parallel.parameter_vector import ParameterVector
 
 _EPSILON = 2.0**-52
-#: kind of the messages that carry parameters
+#: the kind of messages that carry parameters
 MIX = 1
-#: w, which travels beside x
+#: the format of w, which travels beside x
 _WEIGHT = struct.Struct("<d")
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A message that was received or is still awaited: the whole x of its sender, and its push-sum weight.
+    """A message that is awaited, or received and not mixed in yet: the whole x of its sender, and its weight w.
 
     Attributes:
-        sent, due: numbers of the steps after which it is sent, and taken in.
-        share: what the graph gives of it to this replica.
-        weight: of the sender; 0 while it travels.
-        data: uint8, on the host; None while it travels.
+        source: the sender's index along data.
+        sent: the number of the step after which it is sent.
+        due: the number of the step after which it is mixed in.
+        share: the weight of the edge from the sender to this replica.
+        weight: the sender's w; 0 while the message travels.
+        data: the sender's x, uint8, on the host; None while the message travels.
     """
 
     source: int
@@ -38,32 +40,32 @@ class InFlight:
     data: Tensor | None = None
 
     def fill(self, received: Message) -> None:
-        """It has come."""
+        """Fill in the message, which has come."""
         self.data = received.data
         (self.weight,) = _WEIGHT.unpack(received.meta)
 
     @property
     def name(self) -> str:
-        """In checkpoints."""
+        """The message's name in checkpoints."""
         return f"in_flight.{self.source}.{self.sent}"
 
     @property
     def received(self) -> Tensor:
-        """The data, once it is here."""
+        """The data of a message that has come."""
         assert self.data is not None
         return self.data
 
 
 class PushSum:
-    """Of a replica. Where w is 1, x is the parameters themselves, and is mixed where it lies; else it is kept beside
-    them. What an update adds to z is added to x as it is.
+    """The x and w of a replica. Where w is 1, x is the parameters themselves; else it is a buffer beside them.
 
     Args:
-        vector: of the parameters, detached: how x is packed.
+        vector: the detached parameters, which also is the layout of x.
 
     Attributes:
+        params: the parameters, z.
         weight: w.
-        x: where w is not 1, bytes of ``vector`` on the device; else None.
+        x: where w is not 1, a buffer of ``vector`` on the device; else None.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
@@ -73,11 +75,11 @@ class PushSum:
 
     @torch.no_grad()
     def take_update(self) -> None:
-        """Add to x what an update has added to z since `mix`."""
+        """Add the update of z since the last `mix` to x."""
         if self.x is None:
             return
         for x, z in zip(self.vector.views(self.x), self.params, strict=True):
-            x.add_(z - x / self.weight)  # as `debias` divides: 0 where nothing was added to z
+            x.add_(z - x / self.weight)  # the division of `debias`, so that it adds exactly 0 where z did not change
 
     @torch.no_grad()
     def send(self, links: PeerLinks, targets: list[int], step: int) -> None:
@@ -92,23 +94,23 @@ class PushSum:
         links.send(targets, MIX, step, data, _WEIGHT.pack(self.weight), dtype=self.vector.dtype, owned=True)
 
     @torch.no_grad()
-    def mix(self, kept: float, messages: Sequence[InFlight]) -> None:
-        """X <- kept x + the others' shares, w likewise; then z = x / w."""
+    def mix(self, own_share: float, messages: Sequence[InFlight]) -> None:
+        """Set x to ``own_share`` x plus the shares of the messages, and w likewise; then set z = x / w."""
         x = self.params if self.x is None else self.vector.parts(self.x)
-        if len(messages) == 1 and kept + messages[0].share == 1.0:  # in one pass
+        if len(messages) == 1 and own_share + messages[0].share == 1.0:  # in one pass
             torch._foreach_lerp_(x, self._operands(messages[0]), messages[0].share)
         else:
-            torch._foreach_mul_(x, kept)
+            torch._foreach_mul_(x, own_share)
             for message in messages:
                 torch._foreach_add_(x, self._operands(message), alpha=message.share)
-        weight = kept * self.weight + sum(message.share * message.weight for message in messages)
-        # 1 where it is 1 but for rounding
+        weight = own_share * self.weight + sum(message.share * message.weight for message in messages)
+        # exactly 1 where it differs from 1 by rounding only
         self.weight = 1.0 if abs(weight - 1.0) <= 2 * (1 + len(messages)) * _EPSILON else weight
         self.debias()
 
     @torch.no_grad()
     def debias(self) -> None:
-        """Z = x / w."""
+        """Set z = x / w."""
         if self.x is None:
             if self.weight == 1.0:
                 return
@@ -123,7 +125,7 @@ class PushSum:
 
     @torch.no_grad()
     def total(self, messages: Sequence[InFlight]) -> tuple[list[Tensor], float]:
-        """X by parameter and w, with what is added to them, which changes nothing. Of no use after the next `mix`."""
+        """Return x by parameter, and w, with the shares of the messages added; valid until the next `mix`."""
         if self.x is None and not messages:
             return self.params, self.weight
         total = self.vector.empty()
@@ -137,7 +139,7 @@ class PushSum:
 
     @torch.no_grad()
     def restore(self, weight: float, x: Sequence[Tensor] | None) -> None:
-        """Take back w and, where it is not 1, x by parameter; z is what the parameters are."""
+        """Restore w and, where it is not 1, x by parameter; z is the parameters as they are."""
         self.weight, self.x = weight, None
         if x is not None:
             self.x = self.vector.empty()
@@ -145,7 +147,7 @@ class PushSum:
                 view.copy_(saved)
 
     def _operands(self, message: InFlight) -> list[Tensor]:
-        """What came as x lies: by parameter where w is 1, else in parts."""
+        """Return the data of a message in the form of x: by parameter where w is 1, else in parts."""
         if self.x is None:
             return self.vector.views(self.vector.on_device(message.received))
         return self._parts(message)

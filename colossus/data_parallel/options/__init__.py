@@ -1,1 +1,1 @@
-"""Options of the strategies, one file for each kind. No torch."""
+"""The options of the strategies, one file for each kind. No torch."""

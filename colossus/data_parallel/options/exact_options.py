@@ -16,13 +16,13 @@ _POWERSGD = ("rank", "start_step", "min_compression_rate")
 
 
 class AllReduceOptions(StrategyOptions):
-    #: how gradients travel along data, which is inexact then: "bf16", "powersgd"; None: as they are
+    #: the compression of gradients along data, which makes the strategy inexact; None: none
     compress: Literal["bf16", "powersgd"] | None = None
-    #: of PowerSGD: of the factors
+    #: PowerSGD: the rank of the factors
     rank: Count = 1
-    #: of PowerSGD: steps from the first on that are not compressed
+    #: PowerSGD: the number of first steps that are not compressed
     start_step: CountOrZero = 10
-    #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
+    #: PowerSGD: matrices travel as factors where they have more than this many times the factors' elements
     min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
 
     def describe(self, data: int) -> str:
@@ -33,10 +33,10 @@ class AllReduceOptions(StrategyOptions):
 
     def check(self, config: Config) -> list[str]:
         problems = super().check(config)
-        given = [key for key in _POWERSGD if key in self.model_fields_set]
-        if given and self.compress != "powersgd":
+        keys = [key for key in _POWERSGD if key in self.model_fields_set]
+        if keys and self.compress != "powersgd":
             problems.append(
-                f"parallel.strategy.{given[0]} means nothing with compress = {self.compress!r}; it is for 'powersgd'"
+                f"parallel.strategy.{keys[0]} means nothing with compress = {self.compress!r}; it is for 'powersgd'"
             )
         reduce = config.train.precision.reduce
         if self.compress == "bf16" and reduce in ("bf16", "fp16"):
@@ -55,15 +55,15 @@ class AllReduceOptions(StrategyOptions):
 
 
 class HostOptions(StrategyOptions):
-    """Of strategies that know which data ranks share a host."""
+    """The options of strategies that know which data ranks share a host."""
 
-    #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
+    #: the number of hosts over which the data ranks are spread; None: ranks compare the names of their machines
     hosts: Count | None = None
-    #: data ranks on each host, neighbours along data; the same said otherwise
+    #: the number of data ranks on each host, consecutive along data; instead of ``hosts``
     per_host: Count | None = None
 
     def ranks_per_host(self, data: int) -> int | None:
-        """Data ranks on each host, None where neither number is given."""
+        """Return the number of data ranks on each host, or None where neither option is set."""
         return self.per_host if self.hosts is None else max(1, data // self.hosts)
 
     def check(self, config: Config) -> list[str]:
@@ -71,7 +71,7 @@ class HostOptions(StrategyOptions):
         data = config.parallel.data
         assert data is not None
         if self.hosts is not None and self.per_host is not None:
-            problems.append("parallel.strategy: hosts and per_host say the same; give one of the two")
+            problems.append("parallel.strategy: hosts and per_host say the same; set one of the two")
         for key in ("hosts", "per_host"):
             number = getattr(self, key)
             if number is not None and data % number:
@@ -90,7 +90,7 @@ class HierarchicalOptions(HostOptions, AllReduceOptions):
         return "; ".join(part for part in (where, super().describe(data)) if part)
 
     def zero_of(self, parallel: Parallel) -> ZeroSection:
-        """ZeRO over the data ranks of a host, replicated over hosts."""
+        """Return ZeRO over the data ranks of a host, replicated over hosts."""
         assert parallel.data is not None
         if parallel.zero.shard is not None:
             return parallel.zero
@@ -101,24 +101,24 @@ class HierarchicalOptions(HostOptions, AllReduceOptions):
         zero = config.parallel.zero
         if zero.stage and zero.shard is None:
             problems.append(
-                f"parallel.strategy: zero = {zero.stage} is over the data ranks of each host, whose number has to be "
-                f"known: give hosts= (as --nnodes) or per_host="
+                f"parallel.strategy: zero = {zero.stage} is over the data ranks of each host, whose number must be "
+                f"known: set hosts= (as --nnodes) or per_host="
             )
         return problems
 
 
 class HybridOptions(HostOptions):
-    #: into how many parts of neighbouring rows an owned table is cut, which its owners are dealt in turn; None: one for
-    #: each owner
+    #: the number of parts of consecutive rows into which an owned table is cut; they go to the owners in turn. None:
+    #: one for each owner
     partitions: Count | None = None
-    #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
+    #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits decides
     ways: dict[str, WayName] = {}
 
     def describe(self, data: int) -> str:
-        said = [f"{pattern} by {way}" for pattern, way in self.ways.items()]
-        return "exact: tables by rows" + (f"; {', '.join(said)}" if said else "")
+        ways = [f"{pattern} by {way}" for pattern, way in self.ways.items()]
+        return "exact: tables by rows" + (f"; {', '.join(ways)}" if ways else "")
 
     def way_of(self, name: str) -> WayName | None:
-        """What the user has said of a table."""
+        """Return the way that the options name for a table, or None."""
         pattern = first_fit(self.ways, name)
         return None if pattern is None else self.ways[pattern]

@@ -1,4 +1,4 @@
-"""Options of the strategies that mix with some peers. No torch."""
+"""The options of strategies that mix with some peers. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from colossus.graphs.spec import make_family, name_of_graph
 
 
 def _graph(spec: Any) -> Any:
-    make_family(spec)  # raises for a name or an option that there is not
+    make_family(spec)  # raises for an unknown name or option
     return spec
 
 
 class GraphOptions(PerReplicaOptions):
-    """Of all that average along the edges of a graph.
+    """The options of strategies that average along the edges of a graph.
 
     Attributes:
-        needs_doubly_stochastic: rows of its matrices must sum to 1, too.
-        needs_bipartite: replicas must be of two sides.
+        needs_doubly_stochastic: whether the rows of its matrices must sum to 1, too.
+        needs_bipartite: whether the graph must be bipartite.
     """
 
     needs_doubly_stochastic: ClassVar[bool] = False
@@ -35,36 +35,37 @@ class GraphOptions(PerReplicaOptions):
 
     @property
     def sends_to(self) -> int:
-        """To how many others a replica sends in a step."""
+        """The number of replicas to which one sends in a step."""
         return 1
 
     @property
     def travels(self) -> int:
-        """Steps for which what is sent travels."""
+        """The number of steps for which a message travels."""
         return 0
 
     def check(self, config: Config) -> list[str]:
-        replicas, found = config.parallel.data, super().check(config)
+        replicas, problems = config.parallel.data, super().check(config)
         assert replicas is not None
         if replicas == 1:
-            return found
+            return problems
         try:
-            problems = problems_of(
+            graph_problems = problems_of(
                 make_graph(self.graph, replicas, self.sends_to),
                 doubly_stochastic=self.needs_doubly_stochastic,
                 bipartite=self.needs_bipartite,
                 late=f"overlap = {self.travels}" if self.travels else "",
             )
         except (TypeError, ValueError) as error:
-            problems = [str(error)]
+            graph_problems = [str(error)]
         named = f" = {name!r}" if (name := name_of_graph(self.graph)) else ""
-        return found + [f"parallel.strategy.graph{named} with data {replicas}: {problem}" for problem in problems]
+        graph = f"parallel.strategy.graph{named} with data {replicas}"
+        return problems + [f"{graph}: {problem}" for problem in graph_problems]
 
 
 class GossipOptions(GraphOptions):
-    """Of all that mix in each step as the graph says."""
+    """The options of strategies that mix by the graph in each step."""
 
-    #: to how many others a replica sends in a step
+    #: the number of replicas to which one sends in a step
     peers: Count = 1
 
     @property
@@ -73,7 +74,7 @@ class GossipOptions(GraphOptions):
 
 
 class SGPOptions(GossipOptions):
-    #: steps for which what is sent travels
+    #: the number of steps for which a message travels
     overlap: CountOrZero = 0
 
     @property
@@ -86,7 +87,7 @@ class DPSGDOptions(GossipOptions):
 
 
 class ADPSGDOptions(GraphOptions):
-    """A replica averages parameters with one other at a time, which it picks among its neighbours in the graph."""
+    """The options of AD-PSGD, whose replicas average with one neighbour in the graph at a time."""
 
     needs_doubly_stochastic: ClassVar[bool] = True
     needs_bipartite: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Options of the strategy whose parameters live in server processes. No torch."""
+"""The options of the strategy whose parameters live in server processes. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colossus.config import Config
 from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
 from colossus.server.process import LEAST_TIMEOUT_SECONDS
 
-#: optimizers whose updates a server knows, by the names of torch's classes
+#: the optimizers that servers can apply, by the names of torch's classes
 SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")
 #: algorithms in which a worker has parameters and an optimizer of its own
 _OWN = ("downpour", "easgd")
@@ -19,29 +19,29 @@ Beta = Annotated[float, Field(gt=0, le=1)]
 
 
 class ServerOptions(PerReplicaOptions):
-    """A *worker* is a replica: its ranks pull their shards of the parameters, and push what becomes of them."""
+    """The options of parameter servers, whose *workers* are the replicas: they pull parameters and push changes."""
 
-    #: "sync": exact, all workers' gradients are one update; "async": each worker's push counts at once
+    #: "sync": exact, the gradients of all workers make one update; "async": each push is applied at once
     mode: Literal["sync", "async"] = "sync"
-    #: server processes, which are spread over the hosts; None: one on each
+    #: the number of server processes, which are spread over the hosts; None: one on each
     servers: Count | None = None
-    #: what is pushed: gradients, to the optimizer at the servers ("sgd"); updates of the workers' own optimizers
-    #: ("downpour"); the pull of an elastic anchor ("easgd")
+    #: the contents of a push: gradients for the servers' optimizer ("sgd"), updates of the workers' own optimizers
+    #: ("downpour"), or the force on an elastic anchor ("easgd")
     algorithm: Literal["sgd", "downpour", "easgd"] = "sgd"
-    #: steps that a worker may be ahead of the slowest (stale synchronous parallel); None: as many as it likes
+    #: the steps that a worker may be ahead of the slowest one (stale synchronous parallel); None: any number
     max_staleness: CountOrZero | None = None
-    #: steps between two pushes of Downpour, or two elastic exchanges
+    #: the steps between two pushes of Downpour, or two elastic exchanges
     push_every: Count = 1
-    #: steps between two pulls of Downpour
+    #: the steps between two pulls of Downpour
     pull_every: Count = 1
-    #: of the elastic force: alpha = beta / workers
+    #: beta of the elastic force: alpha = beta / workers
     beta: Beta = 0.9
-    #: what the next step begins with is pulled while this one computes, and so lacks this one's push
+    #: whether the parameters of the next step are pulled while this one computes, without this one's push
     prefetch: bool = True
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether workers have parameters and optimizers of their own."""
+        """Return whether workers have parameters and optimizers of their own."""
         return self.algorithm in _OWN
 
     @property
@@ -65,13 +65,13 @@ class ServerOptions(PerReplicaOptions):
         problems += self._optimizer_problems(config.optimizer)
         if config.comm.timeout_seconds < LEAST_TIMEOUT_SECONDS:
             problems.append(
-                f"comm.timeout_seconds = {config.comm.timeout_seconds:g}: a server can be taken for dead after "
+                f"comm.timeout_seconds = {config.comm.timeout_seconds:g}: a silent server counts as dead after "
                 f"{LEAST_TIMEOUT_SECONDS:g} s at the earliest; use at least that"
             )
         return problems
 
     def _combination_problems(self) -> list[str]:
-        given, problems = self.model_fields_set, []
+        set_fields, problems = self.model_fields_set, []
 
         def refuse(key: str, why: str) -> None:
             problems.append(f"parallel.strategy.{key} = {getattr(self, key)!r}: {why}")
@@ -79,23 +79,24 @@ class ServerOptions(PerReplicaOptions):
         if self.mode == "sync" and self.algorithm == "downpour":
             refuse("algorithm", "Downpour's workers do not wait for each other; use mode='async'")
         for key in ("push_every", "pull_every"):
-            if key in given and getattr(self, key) != 1 and self.algorithm == "sgd":
+            if key in set_fields and getattr(self, key) != 1 and self.algorithm == "sgd":
                 refuse(key, "algorithm 'sgd' pulls and pushes in each step; it is for 'downpour' and the like")
-        if "beta" in given and not self.is_elastic:
+        if "beta" in set_fields and not self.is_elastic:
             refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
         return problems
 
     def _staleness_problems(self) -> list[str]:
-        most, interval = self.max_staleness, max(self.push_every, self.pull_every)
-        if most is None:
+        limit, interval = self.max_staleness, max(self.push_every, self.pull_every)
+        if limit is None:
             return []
         if self.mode == "sync":
-            return [f"parallel.strategy.max_staleness = {most}: in mode 'sync' nothing is stale; leave it out"]
-        if interval > 1 and most < interval:
+            return [f"parallel.strategy.max_staleness = {limit}: in mode 'sync' nothing is stale; leave it out"]
+        if interval > 1 and limit < interval:
             key = "push_every" if self.push_every == interval else "pull_every"
             return [
-                f"parallel.strategy.max_staleness = {most} is below {key} = {interval}: what a worker does between two "
-                f"of these nobody sees, so all would wait for each other; use at least {interval}, or {key} <= {most}"
+                f"parallel.strategy.max_staleness = {limit} is below {key} = {interval}: no worker sees the steps that "
+                f"another makes in between, so all would wait for each other; use at least {interval}, or {key} <= "
+                f"{limit}"
             ]
         return []
 
@@ -114,5 +115,5 @@ class ServerOptions(PerReplicaOptions):
 
 
 def optimizer_name(kind: Any) -> str:
-    """By what a config names an optimizer: the name of its class, torch's for those of torch."""
+    """Return the name of an optimizer of a config: the string, or the name of its class."""
     return kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)

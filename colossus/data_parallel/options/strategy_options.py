@@ -1,4 +1,4 @@
-"""What all strategies' options have in common, and those of strategies that average after some own steps. No torch."""
+"""The base of all strategies' options, and the options of strategies of rounds. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 def spread_experts(config: Config, what: str) -> list[str]:
-    """A problem where experts are spread over data ranks, which a strategy cannot take since ``what``."""
+    """Return a problem where experts are spread over data ranks, which a strategy does not support because ``what``."""
     parallel = config.parallel
     if parallel.expert.size in (1, parallel.sequence.size):
         return []
@@ -27,29 +27,29 @@ def spread_experts(config: Config, what: str) -> list[str]:
 
 
 class StrategyOptions(BaseModel):
-    """Options of ``parallel.strategy``: those of a strategy are a subclass, which its class is made with."""
+    """The base of the options of ``parallel.strategy``; each strategy is made with a subclass."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
     )
 
     def check(self, config: Config) -> list[str]:
-        """One line, that begins with the key, for each thing that does not fit the plan; ``parallel.data`` is known."""
+        """Return a line, which begins with the key, for each option that does not fit; ``parallel.data`` is set."""
         return []
 
     def describe(self, data: int) -> str:
-        """In a few words what it promises, for ``data`` replicas; nothing where all is as in one process."""
+        """Return a few words on what ``data`` replicas promise; empty where a run is the same as in one process."""
         return ""
 
     def zero_of(self, parallel: Parallel) -> ZeroSection:
-        """ZeRO beside this strategy."""
+        """Return the ZeRO section of a run with this strategy."""
         return parallel.zero
 
 
 class PerReplicaOptions(StrategyOptions):
-    """Of the strategies whose replicas have parameters of their own."""
+    """The options of strategies whose replicas have parameters of their own."""
 
-    #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
+    #: the loss of all replicas is logged after this many steps, beside evaluations and checkpoints; 0: only there
     log_every: CountOrZero = 0
 
     def check(self, config: Config) -> list[str]:
@@ -60,9 +60,9 @@ class PerReplicaOptions(StrategyOptions):
 
 
 class AveragingOptions(PerReplicaOptions):
-    """Of local SGD, and of what averages in rounds as it does."""
+    """The options of local SGD, and the base of those of other strategies of rounds."""
 
-    #: steps of a round: a replica's own steps between two averages
+    #: the steps of a round: a replica's own steps between two averages
     period: Count = 8
 
     def describe(self, data: int) -> str:
@@ -71,17 +71,17 @@ class AveragingOptions(PerReplicaOptions):
 
 
 class SlowMoOptions(AveragingOptions):
-    #: of the slow step, times the optimizer's own learning rate (alpha)
+    #: the learning rate of the slow step, times the optimizer's own (alpha)
     slow_lr: Rate = 1.0
-    #: of the slow step (beta)
+    #: the momentum of the slow step (beta)
     slow_momentum: Momentum = 0.5
 
 
 class DiLoCoOptions(AveragingOptions):
     period: Count = 30
-    #: learning rate of the outer step
+    #: the learning rate of the outer step
     outer_lr: Rate = 0.7
-    #: momentum of the outer step
+    #: the momentum of the outer step
     outer_momentum: Momentum = 0.9
     #: whether the outer momentum is Nesterov's
     nesterov: bool = True

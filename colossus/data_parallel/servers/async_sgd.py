@@ -1,4 +1,4 @@
-"""Workers that wait for nobody: asynchronous SGD, Downpour, elastic averaging; and which one an option asks for."""
+"""Strategies whose workers do not wait for each other: asynchronous SGD, Downpour and elastic averaging."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from colossus.sparse.choice import Survey
 
 
 class AsyncServer(PerReplica):
-    """Base: a worker pulls and pushes when it is there, and meets others only as `PerReplica` has it.
+    """The base of asynchronous workers, which pull and push by themselves and wait for others at sync points only.
 
-    The parameters at the servers are those that are evaluated and exported, and what checkpoints hold under the plain
-    keys. At sync points nothing is under way.
+    The parameters at the servers are evaluated and exported, and are those of a checkpoint's plain keys. At sync points
+    no pull or push is under way.
 
     With ``max_staleness`` s a worker begins step t once all others have finished t - s steps (stale synchronous
     parallel; Ho et al., NIPS 2013).
@@ -41,15 +41,15 @@ class AsyncServer(PerReplica):
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         self.tables = tables_of_replica(model, context)
 
-    def check_tables(self, found: Survey) -> None:
-        """All are taken."""
+    def check_tables(self, survey: Survey) -> None:
+        """Accept all tables."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         self.at_servers = ServerParameters(
             self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
         )
-        #: what the next step begins with, where it was asked for already
+        #: the pull of the next step's parameters, where it has begun already
         self._pull: Pull | None = None
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +58,7 @@ class AsyncServer(PerReplica):
 
     @property
     def prefetches(self) -> bool:
-        """Alone there is nothing new to wait for but one's own push."""
+        """Return whether pulls begin one step early; a worker that trains alone would only miss its own push."""
         return self.options.prefetch and self.options.mode == "async" and self._data_group.size > 1
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -70,9 +70,9 @@ class AsyncServer(PerReplica):
         self.at_servers.place()
         self.at_servers.wait_for_slowest()
 
-    def come_together(self) -> None:
-        """Let all that was pushed be applied."""
-        super().come_together()
+    def before_sync_point(self) -> None:
+        """Wait until the servers have applied all pushes of this rank."""
+        super().before_sync_point()
         self._drop_pull()
         self.at_servers.wait_for_pushes()
 
@@ -87,10 +87,10 @@ class AsyncServer(PerReplica):
         if self._data_group.size > 1:
             super().sync_point()
         else:
-            self.come_together()
+            self.before_sync_point()
 
     def average_addend(self) -> tuple[list[Tensor], float]:
-        """The first replica gives all: what the servers have."""
+        """Return the servers' parameters with weight 1 on the first replica, and zeros on the others."""
         with as_shards():
             self.at_servers.place()
             values = self.at_servers.whole(self.at_servers.pull(tables=True))
@@ -99,27 +99,27 @@ class AsyncServer(PerReplica):
         return [value.zero_() for value in values], 0.0
 
     def barrier(self) -> None:
-        """Until all workers have come this far. Collective over data."""
+        """Wait until all workers have come here. Collective over data."""
         collectives.barrier(self._data_group, self.parts.context.device)
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        """What the servers have, of the first replica, where workers have parameters of their own beside it."""
+        """Return the servers' parameters on the first replica, where workers have parameters of their own, too."""
         if not self.own_parameters:
             return {}
         self.at_servers.place()
         values, weight = self.average_addend()
-        return {param: {"server": each} for param, each in zip(self.trained, values, strict=True)} if weight else {}
+        return {param: {"server": value} for param, value in zip(self.trained, values, strict=True)} if weight else {}
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        values = [state.get(param, {}).get("server") for param in self.trained]
-        found = [each for each in values if each is not None]
-        self.at_servers.begin_with(found if len(found) == len(values) else None)
+        saved = [state.get(param, {}).get("server") for param in self.trained]
+        values = [value for value in saved if value is not None]
+        self.at_servers.begin_with(values if len(values) == len(saved) else None)
 
     def parameters_loaded(self) -> None:
         self._drop_pull()
-        self.at_servers.is_placed = False  # they are to be placed again
+        self.at_servers.is_placed = False  # the next step places them again
 
     # -- besides ------------------------------------------------------------------------------------------
 
@@ -127,17 +127,19 @@ class AsyncServer(PerReplica):
         return self.at_servers.report() | (self.tables.report() if self.tables else {})
 
     def close(self) -> None:
-        self.part()
+        self.wait_before_close()
         super().close()
         self.at_servers.close()
 
 
 class AsyncSGD(AsyncServer):
-    """A worker pulls, and pushes its gradient, divided by its own tokens and clipped by its own norm; the servers apply
-    it at once with the learning rate of the worker's step (Dean et al., NIPS 2012, with n = m = 1).
+    """Asynchronous SGD: a worker pulls parameters and pushes its gradient, which the servers apply at once.
+
+    The gradient is divided by the worker's own tokens and clipped by its own norm. The learning rate is that of the
+    worker's step (Dean et al., NIPS 2012, with n = m = 1).
     """
 
-    #: what a worker has of the parameters is what it has pulled
+    #: a worker has the parameters of its last pull
     own_parameters = False
 
     def begin_step(self, step: int) -> None:
@@ -162,31 +164,32 @@ class AsyncSGD(AsyncServer):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         numbers = super().reduce_scalars(step, numbers)
-        if self.is_summed(step):  # all have pushed: who looks at the model sees what was made of it
+        if self.is_summed(step):  # all have pushed, so the model has the updates of all workers from here on
             self.at_servers.wait_for_pushes()
             self.at_servers.pull(tables=True).wait_into_parameters()
         return numbers
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-        found = self.at_servers.optimizer_state(optimizer)
-        self.barrier()  # nobody pushes before all have this
-        return found
+        state = self.at_servers.optimizer_state(optimizer)
+        self.barrier()  # no worker pushes before all have the same state
+        return state
 
 
 class Downpour(AsyncServer):
-    """After every ``push_every``-th step the updates since the last push are added to the servers' parameters, and
-    every ``pull_every``-th step begins with these (Dean et al., NIPS 2012). As in TorchMPI updates are pushed, not
-    gradients: the optimizer, any, is the worker's own.
+    """Downpour (Dean et al., NIPS 2012): workers push the updates of their own optimizers, of any class.
 
-    What a pull does not have yet of the worker's own updates is added to it, so that a worker never loses one. What was
-    not pushed before a sync point (an evaluation, a checkpoint, the end) is pushed there.
+    After every ``push_every``-th step the updates since the last push are added to the servers' parameters. Every
+    ``pull_every``-th step begins with a pull of these. As in TorchMPI updates are pushed, not gradients.
+
+    A worker adds its own updates that a pull does not contain, so that it never loses one. At a sync point (an
+    evaluation, a checkpoint, the end) it pushes the rest.
     """
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        #: updates that were not pushed
+        #: the updates since the last push
         self._unpushed: list[Tensor] = self._zeros()
-        #: updates that the pull under way will not have
+        #: the updates that the pull under way will not contain
         self._missing: list[Tensor] | None = None
 
     def _zeros(self) -> list[Tensor]:
@@ -197,11 +200,11 @@ class Downpour(AsyncServer):
         if step % self.options.pull_every == 0:
             self._take()
         if self.prefetches and (step + 1) % self.options.pull_every == 0:
-            self._pull, self._missing = self.at_servers.pull(), [each.clone() for each in self._unpushed]
+            self._pull, self._missing = self.at_servers.pull(), [update.clone() for update in self._unpushed]
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Begin with the parameters at the servers, and one's own updates that these lack."""
+        """Set the parameters to those at the servers plus this worker's updates that these lack."""
         missing = self._unpushed if self._pull is None or self._missing is None else self._missing
         pull = self._pull or self.at_servers.pull()
         self._pull = self._missing = None
@@ -212,10 +215,10 @@ class Downpour(AsyncServer):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         before = [param.detach().clone() for param in self.trained]
         super().update(optimizer)
-        made = torch._foreach_sub([param.detach() for param in self.trained], before)
-        torch._foreach_add_(self._unpushed, made)
+        updates = torch._foreach_sub([param.detach() for param in self.trained], before)
+        torch._foreach_add_(self._unpushed, updates)
         if self._missing is not None:
-            torch._foreach_add_(self._missing, made)
+            torch._foreach_add_(self._missing, updates)
 
     def after_step(self, step: int) -> None:
         if (step + 1) % self.options.push_every == 0:
@@ -226,11 +229,11 @@ class Downpour(AsyncServer):
         self.at_servers.add(self._unpushed)
         torch._foreach_zero_(self._unpushed)
 
-    def come_together(self) -> None:
+    def before_sync_point(self) -> None:
         if self._is_apart and self.at_servers.is_placed:
             self._push()
         self._missing = None
-        super().come_together()
+        super().before_sync_point()
 
     def parameters_loaded(self) -> None:
         super().parameters_loaded()
@@ -238,21 +241,23 @@ class Downpour(AsyncServer):
 
 
 class Elastic(AsyncServer):
-    """After every ``push_every``-th step a worker and the anchor are drawn together (EASGD; 1412.6651):
+    """Elastic averaging (EASGD; 1412.6651), with the anchor at the servers.
+
+    After every ``push_every``-th step a worker and the anchor move towards each other:
 
         d = alpha (x - anchor);  x -= d;  anchor += d      alpha = beta / workers
 
-    In mode "sync" all forces of a round are from the same anchor, and are added up. With SGD and Nesterov's momentum as
-    the workers' optimizer it is EAMSGD. The servers' parameters are the anchor.
+    In mode "sync" all forces of a round are computed from the same anchor, and summed. With SGD and Nesterov's momentum
+    as the workers' optimizer it is EAMSGD.
     """
 
     def is_due(self, step: int) -> bool:
-        """Whether there is an exchange after step ``step`` (from 0)."""
+        """Return whether there is an exchange after step ``step`` (from 0)."""
         return (step + 1) % self.options.push_every == 0
 
     @property
     def alpha(self) -> float:
-        """The elastic force; the workers that began count, those that died, too."""
+        """The strength of the elastic force; workers that died count, too."""
         return self.options.beta / self.parts.context.grid.size("data")
 
     def is_summed(self, step: int) -> bool:
@@ -268,7 +273,7 @@ class Elastic(AsyncServer):
         if self.is_due(step):
             is_sync = self.options.mode == "sync"
             if is_sync and self.stop_agreement is not None:
-                self.stop_agreement.enter(step + 1)  # all wait for all here; `reduce_scalars` is the end of it
+                self.stop_agreement.enter(step + 1)  # all replicas wait for each other here, until `reduce_scalars`
             anchor = self.at_servers.whole(self._pull or self.at_servers.pull())
             self._pull = None
             if is_sync:
@@ -284,10 +289,10 @@ class Elastic(AsyncServer):
 
 
 def make_server(**options: Any) -> Strategy:
-    """``dict(type="server", ..)``; options as in `ServerOptions`."""
-    checked = ServerOptions(**options)
-    if checked.is_elastic:
-        return Elastic(checked)
-    if checked.algorithm == "downpour":
-        return Downpour(checked)
-    return SyncServer(checked) if checked.mode == "sync" else AsyncSGD(checked)
+    """Make the strategy of ``dict(type="server", ..)``; options as in `ServerOptions`."""
+    server = ServerOptions(**options)
+    if server.is_elastic:
+        return Elastic(server)
+    if server.algorithm == "downpour":
+        return Downpour(server)
+    return SyncServer(server) if server.mode == "sync" else AsyncSGD(server)

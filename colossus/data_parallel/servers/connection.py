@@ -1,4 +1,4 @@
-"""The servers of a run, as a rank is connected to them: those of the launcher, or some that the first rank starts."""
+"""A rank's connection to the servers of a run, which the launcher or the first rank has started."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from colossus.server.rpc_client import RpcClient
 
 
 class ServerConnection:
-    """Args:
-        own: servers that this rank has started.
-        timeout_seconds: for which calls under way, and other ranks, are waited for at the end.
+    """The connection of a rank to the servers of a run.
+
+    Args:
+        servers: the clients of all servers.
+        own: the servers that this rank has started.
+        timeout_seconds: the longest wait at the end for calls under way and for other ranks.
 
     Attributes:
-        servers: of the run.
+        servers: the clients of all servers.
     """
 
     def __init__(self, servers: Servers, own: Sequence[ServerProcess], timeout_seconds: float) -> None:
@@ -28,7 +31,7 @@ class ServerConnection:
         atexit.register(self.close)  # a loop of the user's own may end without `Engine.close`
 
     def close(self) -> None:
-        """Say goodbye; servers that this rank has started end once all others have."""
+        """Say goodbye; servers that this rank has started end once all other ranks have done so."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -43,15 +46,19 @@ class ServerConnection:
 def connect(
     num_servers: int | None, context: ParallelContext, on_progress: Callable[[], None], workers: Sequence[int]
 ) -> ServerConnection:
-    """Collective over all ranks. `colossus launch` has started servers, and says where they are; where nothing does
-    (torchrun, srun, processes of one's own) the first rank starts them, as its children.
+    """Connect to the servers of the run. Collective over all ranks.
+
+    `colossus launch` has started servers and set their addresses in the environment. Otherwise (torchrun, srun,
+    processes of one's own) the first rank starts them as its children.
 
     Args:
-        num_servers: None: as many as there are, and where there are none, one.
-        workers: ranks that hold what this one holds, one of each replica.
+        num_servers: the number of servers; None: as many as there are, or one where there are none.
+        context: the ranks.
+        on_progress: called whenever a reply has come.
+        workers: the ranks along data that store the same parameters as this one.
 
     Raises:
-        ValueError: there are others than the config says.
+        ValueError: the number of servers differs from that of the config.
     """
     own: Sequence[ServerProcess] = ()
     if has_servers():
@@ -60,8 +67,8 @@ def connect(
         token = new_token()
         if context.rank == 0:
             own = start_servers(num_servers or 1, token)
-        found = [server.endpoint for server in own], token
-        endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
+        credentials = [server.endpoint for server in own], token
+        endpoints, token = broadcast_object(credentials, context.group(context.grid.names), 0)
     if num_servers is not None and len(endpoints) != num_servers:
         raise ValueError(
             f"parallel.strategy.servers = {num_servers}, but the environment ({SERVERS}) names "

@@ -1,4 +1,4 @@
-"""The optimizer of the servers: that of the engine, whose rules and state are there."""
+"""The engine's optimizer, whose rules are applied and whose state is kept at the servers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from colossus.sparse.table_optimizers import row_rule
 
 
 class ServerOptimizer:
-    """The engine's optimizer has the parameter groups and their options, which go with each update. What it keeps for
-    each parameter is given to the servers when these begin, and is taken from them for a checkpoint.
+    """The engine's optimizer, as the servers apply it.
+
+    It has the parameter groups and their options, which are sent with each update. Its state goes to the servers when
+    these begin, and is fetched from them for a checkpoint.
 
     Raises:
-        ValueError: the servers do not know it.
+        ValueError: the servers cannot apply this optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: ParallelContext) -> None:
@@ -34,7 +36,8 @@ class ServerOptimizer:
                 what = f"{type(optimizer).__name__} with amsgrad" if group.get("amsgrad") else type(optimizer).__name__
                 raise ValueError(
                     f"strategy 'server': the servers cannot apply {what}; they know {', '.join(SERVER_OPTIMIZERS)} of "
-                    f"torch. Any other is a worker's own, with algorithm = 'downpour' or 'easgd'"
+                    f"torch. With algorithm = 'downpour' or 'easgd' each worker has an optimizer of its own, of any"
+                    f" class"
                 )
             if group.get("row_rule") == "rowwise_adagrad":
                 self._require_whole_rows(group)
@@ -44,45 +47,45 @@ class ServerOptimizer:
             if self._context.size(spec_of(param).layout.dims[1]) > 1:
                 raise ValueError(
                     f"{spec_of(param).name}: rowwise_adagrad needs the squares of whole rows, but ranks have parts of "
-                    f"its features, which are tensors of their own at the servers; take adagrad"
+                    f"its features, which are separate tensors at the servers; use adagrad"
                 )
 
     def _groups(self) -> dict[int, dict[str, Any]]:
-        """The parameter group of each parameter, by id."""
+        """Return the parameter group of each parameter, by the parameter's id."""
         return {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
 
     def updated(self, shards: Sequence[ServerShard]) -> list[ServerShard]:
-        """Those of them that it updates."""
+        """Return those of the shards that the optimizer updates."""
         groups = self._groups()
         return [shard for shard in shards if id(shard.param) in groups]
 
     def rule_of(self, shard: ServerShard) -> str:
-        """The name of its rule."""
+        """Return the name of the rule that updates a shard."""
         rule = row_rule(self._optimizer, self._groups()[id(shard.param)])
         assert rule is not None, "checked when it was made"
         return rule.name
 
     def options_of(self, shards: Sequence[ServerShard], **more: Any) -> dict[str, dict[str, Any]]:
-        """By name of the tensors the options of its rules as they are now, and ``more``."""
-        groups, found = self._groups(), {}
-        made: dict[int, dict[str, Any]] = {}
+        """Return for each shard, by name, the present options of its rule, and ``more``."""
+        groups, by_name = self._groups(), {}
+        by_group: dict[int, dict[str, Any]] = {}
         for shard in shards:
             group = groups[id(shard.param)]
-            if id(group) not in made:
+            if id(group) not in by_group:
                 rule = row_rule(self._optimizer, group)
                 assert rule is not None
-                given = {key: group[key] for key in rule.options if key in group}
-                made[id(group)] = {key: _plain(value) for key, value in given.items()} | more
-            found[shard.name] = made[id(group)]
-        return found
+                options = {key: _plain(group[key]) for key in rule.options if key in group}
+                by_group[id(group)] = options | more
+            by_name[shard.name] = by_group[id(group)]
+        return by_name
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def give_state(self, servers: Servers, shards: Sequence[ServerShard], names: set[str]) -> None:
-        """Give the servers what is kept of the tensors ``names``, and forget it here, of all shards."""
+    def move_state(self, servers: Servers, shards: Sequence[ServerShard], names: set[str]) -> None:
+        """Send the state of the tensors ``names`` to the servers, and drop that of all shards here."""
         state = self._optimizer.state
         states = {shard.name: _tensor_state(shard, state[shard.param]) for shard in shards if shard.param in state}
-        states = {name: kept for name, kept in states.items() if name in names and (kept.rows or kept.scalars)}
+        states = {name: entry for name, entry in states.items() if name in names and (entry.rows or entry.scalars)}
         if states:
             servers.load_state(states).wait()
         for shard in shards:
@@ -90,12 +93,12 @@ class ServerOptimizer:
 
     @torch.no_grad()
     def state(self, servers: Servers, shards: Sequence[ServerShard]) -> Mapping[Any, Mapping[str, Any]]:
-        """What the servers keep, as the optimizer of torch would keep it."""
-        found: dict[Any, dict[str, Any]] = {}
+        """Return the servers' state in the form of torch's optimizer."""
+        state: dict[Any, dict[str, Any]] = {}
         states = servers.state([shard.name for shard in shards]).wait()
         for shard in shards:
             param = shard.param
-            of_param = found.setdefault(param, {})
+            of_param = state.setdefault(param, {})
             for key, rows in states[shard.name].rows.items():
                 if key == "value":
                     continue
@@ -105,14 +108,14 @@ class ServerOptimizer:
                 local = shard.local(of_param[key])
                 local.copy_(rows.view(local.shape))
             of_param.update({key: torch.tensor(value) for key, value in states[shard.name].scalars.items()})
-        return {param: of_param for param, of_param in found.items() if of_param}
+        return {param: of_param for param, of_param in state.items() if of_param}
 
 
-def _tensor_state(shard: ServerShard, kept: Mapping[str, Any]) -> TensorState:
-    """What an optimizer of torch keeps for a parameter: of each row, or once (``step``)."""
+def _tensor_state(shard: ServerShard, state: Mapping[str, Any]) -> TensorState:
+    """Return a shard's part of the state that an optimizer of torch keeps for its parameter."""
     rows: dict[str, Tensor] = {}
     scalars: dict[str, float] = {}
-    for key, value in kept.items():
+    for key, value in state.items():
         if value is None:
             continue
         if key == "step":
@@ -124,7 +127,7 @@ def _tensor_state(shard: ServerShard, kept: Mapping[str, Any]) -> TensorState:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Return an option as a value of JSON."""
     if isinstance(value, Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""The trained parameters of a replica at the servers: made, pulled, pushed, and saved."""
+"""The trained parameters of a replica at the servers, which are placed, pulled, pushed and saved."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ T = TypeVar("T")
 
 
 class ServerParameters:
-    """What a rank has to do with the servers.
+    """The trained parameters of a rank, as they are stored at the servers.
 
-    Each box of a logical parameter is one tensor there. Of the ranks of a replica the first that holds a box pushes it
-    and pulls it, and the others take what that one has pulled.
+    Each box of a logical parameter is one tensor at the servers. The first rank of a replica that has a box pushes and
+    pulls it, and the others of the replica receive the pulled values from it.
 
     Args:
-        params: stored parameters that are trained.
-        on_progress: called whenever something has moved.
-        tables: with sparse gradients, of this rank.
+        options: the options of the strategy.
+        parts: the model of this rank.
+        params: the stored parameters that are trained.
+        on_progress: called whenever a reply has come.
+        tables: this rank's tables with sparse gradients.
 
     Attributes:
-        shards: of this rank, those that the optimizer updates.
+        shards: the shards of this rank that the optimizer updates.
         is_placed: whether the servers have the parameters.
     """
 
@@ -70,20 +72,18 @@ class ServerParameters:
         self._begin: Sequence[Tensor] | None = None
         self._pushes: list[Handle[dict[str, int | None]]] = []
         self._clock: Handle[None] | None = None
-        #: the last update of tables
+        #: the last update of tables, and this rank's sums of the step that runs
         self._applied: Handle[None] = Handle((), lambda replies: None)
-        #: this rank's parts of the step that runs
-        self._given: Handle[None] = Handle((), lambda replies: None)
+        self._accumulated: Handle[None] = Handle((), lambda replies: None)
         #: metrics since the last report, and the staleness of the stalest tensor of each push
-        self._numbers: dict[str, float] = defaultdict(float)
-        self._staleness: list[int] = []
-        #: names of tables of which steps pull rows
+        self._numbers, self._staleness = defaultdict[str, float](float), list[int]()
+        #: the names of tables of which steps pull rows
         self._by_rows: set[str] = set()
         if not options.has_own_optimizer:
             self._pull_by_rows(tables)
 
     def _pull_by_rows(self, tables: Iterable[Table]) -> None:
-        """Of the tables that this rank shares with no other of its replica; others are pulled whole."""
+        """Make steps pull single rows of those tables that no other rank of the replica shares."""
         shard_of = {id(shard.param): shard for shard in self.shards if not shard.is_shared}
         for table in tables:
             shard = shard_of.get(id(table.param))
@@ -92,16 +92,12 @@ class ServerParameters:
                 self._by_rows.add(shard.name)
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """That which the servers apply; without one workers have their own.
-
-        Raises:
-            ValueError: the servers do not know it.
-        """
+        """Set the optimizer that the servers apply, or raise ValueError where they cannot apply it."""
         self._optimizer = ServerOptimizer(optimizer, self._context)
         self.shards = self._optimizer.updated(self.shards)
 
     def _wait(self, handle: Handle[T]) -> T:
-        """For what depends on other workers."""
+        """Wait for a reply that depends on other workers; a timeout names those that are missing."""
         return self._servers.wait_or_name_missing(handle, self._context.timeout.total_seconds())
 
     @property
@@ -111,13 +107,14 @@ class ServerParameters:
     # -- making -------------------------------------------------------------------------------------------
 
     def begin_with(self, values: Sequence[Tensor] | None) -> None:
-        """What `place` makes instead of the parameters, for each of these."""
+        """Set the values, one for each parameter, that `place` sends instead of the parameters."""
         self._begin = values
 
     @torch.no_grad()
     def place(self) -> None:
-        """Let the servers have what the first replica has, unless they do: parameters, and the state of the optimizer,
-        which is theirs from then on. Collective over all ranks.
+        """Send parameters and optimizer state of the first replica to the servers, unless these have them.
+
+        The optimizer's state is at the servers from then on. Collective over all ranks.
         """
         if self.is_placed:
             return
@@ -143,7 +140,7 @@ class ServerParameters:
             self._wait(making)
         if self._optimizer is not None:
             mine = {name for name, source in source_of.items() if source == self._context.rank}
-            self._optimizer.give_state(self._servers, self.shards, mine)
+            self._optimizer.move_state(self._servers, self.shards, mine)
         if self._options.max_staleness is not None:
             self._servers.clock(0, 0).wait()  # the steps before a load do not count
         collectives.barrier(self._world, self._context.device)
@@ -151,7 +148,7 @@ class ServerParameters:
         self._clock = None
 
     def _sources_and_rules(self) -> tuple[dict[str, int], dict[str, str | None]]:
-        """Of each tensor the rank whose values count, and the rule of its optimizer."""
+        """Return for each tensor the rank whose values count, and the rule that updates it."""
         is_source = self._data.index == 0
         optimizer = self._optimizer
         own = [
@@ -159,8 +156,8 @@ class ServerParameters:
         ]
         source_of: dict[str, int] = {}
         rules: dict[str, str | None] = {}
-        for rank, held in zip(self._world.ranks, all_gather_object(own, self._world), strict=True):
-            for name, rule in held:
+        for rank, of_rank in zip(self._world.ranks, all_gather_object(own, self._world), strict=True):
+            for name, rule in of_rank:
                 source_of[name], rules[name] = rank, rule
         return source_of, rules
 
@@ -170,69 +167,71 @@ class ServerParameters:
         """Start to pull the values of this rank's shards, into memory of their own.
 
         Args:
-            tables: also whole tables of which steps pull rows.
+            tables: whether to pull those tables, too, of which steps pull rows.
         """
         return self._start_pull([shard for shard in self.shards if tables or shard.name not in self._by_rows])
 
     def _start_pull(self, shards: Sequence[ServerShard]) -> Pull:
         values = [shard.host_memory() for shard in shards]
         into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
-        return self._coming(self._servers.pull(into), shards, values, into)
+        return self._make_pull(self._servers.pull(into), shards, values, into)
 
-    def _coming(
+    def _make_pull(
         self, handle: Handle[None], shards: Sequence[ServerShard], values: Sequence[Tensor], into: Mapping[str, Tensor]
     ) -> Pull:
         self._numbers["pull_bytes"] += sum(value.nbytes for value in into.values())
-        return Pull(handle, shards, values, self._shared, self._waited)
+        return Pull(handle, shards, values, self._shared, self._count_wait)
 
     @torch.no_grad()
     def pull_tables(self) -> None:
-        """Whole tables of which steps pull rows, into the parameters."""
+        """Pull those tables whole into the parameters of which steps pull rows."""
         shards = [shard for shard in self.shards if shard.name in self._by_rows]
         if shards and self.is_placed:
             for shard, value in self._start_pull(shards).own():
                 shard.local().copy_(value, non_blocking=True)
 
     def _pull_rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows [n, ..] of a tensor, of ascending distinct ids [n]."""
+        """Pull the rows [n, ..] of ascending distinct ids [n] of a tensor."""
         began = time.perf_counter()
         rows = self._servers.pull_rows({name: ids.cpu()}).wait()[name]
-        self._waited(time.perf_counter() - began)
+        self._count_wait(time.perf_counter() - began)
         self._numbers["pull_bytes"] += rows.nbytes
         return rows
 
     @torch.no_grad()
     def whole(self, pull: Pull) -> list[Tensor]:
-        """What was pulled as tensors of the shape of each parameter; the rest is as it is here. Collective in a
-        replica.
-        """
-        found = {id(param): param.detach().clone() for param in self._params}
+        """Return copies of all parameters with the pulled values in them. Collective in a replica."""
+        copies = {id(param): param.detach().clone() for param in self._params}
         for shard, value in pull.wait():
-            shard.local(found[id(shard.param)]).copy_(value, non_blocking=True)
-        return [found[id(param)] for param in self._params]
+            shard.local(copies[id(shard.param)]).copy_(value, non_blocking=True)
+        return [copies[id(param)] for param in self._params]
 
     # -- synchronous steps ------------------------------------------------------------------------------------
 
     def accumulate(self, number: int) -> None:
-        """Give this replica's sums of gradients, of step ``number``."""
+        """Start to push this replica's sums of gradients of step ``number``."""
         self._applied.wait()
         gradients = gradients_of(self._first)
         self._count_pushed(gradients)
-        self._given = self._servers.accumulate(number, gradients)
+        self._accumulated = self._servers.accumulate(number, gradients)
 
     def squares(self, number: int) -> list[tuple[nn.Parameter, float]]:
-        """Of what this rank pushes, the square of the norm of the sum over all workers: waits for them."""
+        """Return the squared norm of the sum over all workers, for each shard that this rank pushes; wait for them."""
         if not self._first:
             return []
         began = time.perf_counter()
-        self._given.wait()  # a part that was refused would be waited for without end
+        self._accumulated.wait()  # raises where a server refused the sums, which would then never be complete
         squares = self._wait(self._servers.squares(number, [shard.name for shard in self._first]))
-        self._waited(time.perf_counter() - began)
+        self._count_wait(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
     def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
-        """One update by the sums, times ``scale`` (None: none, they are forgotten), elements clipped to ``clip_value``
-        after that, and what it makes of the values, but for the tables of which steps pull rows.
+        """Start one update by the sums, and the pull of its results, except tables of which steps pull rows.
+
+        Args:
+            number: the number of the step.
+            scale: the factor of the sums; None: the sums are dropped without an update.
+            clip_value: the largest absolute value of an element after that; None does not clip.
         """
         assert self._optimizer is not None
         shards = [shard for shard in self.shards if shard.name not in self._by_rows]
@@ -241,23 +240,23 @@ class ServerParameters:
         factors = {"scale": 0.0 if scale is None else scale, "clip_value": clip_value}
         options_of = self._optimizer.options_of(self._first, **factors)
         apply = partial(self._servers.apply, number, options_of=options_of, found_inf=scale is None)
-        # who pulls rows later is served after this
+        # servers answer later pulls of rows after this update
         self._applied = apply([shard.name for shard in self._first if shard.name not in into])
-        return self._coming(apply(list(into), into=into), shards, values, into)
+        return self._make_pull(apply(list(into), into=into), shards, values, into)
 
     # -- pushing ----------------------------------------------------------------------------------------------
 
     def push_gradients(self) -> None:
-        """To the optimizer at the servers, divided and clipped as they are."""
+        """Push the gradients, which are divided and clipped already, to the optimizer at the servers."""
         assert self._optimizer is not None
         gradients = gradients_of(self._first)
         self._push(gradients, "gradient", self._optimizer.options_of(self._first))
 
     def add(self, values: Sequence[Tensor]) -> None:
-        """To the values at the servers, of each parameter."""
+        """Add values, one for each parameter, to those at the servers."""
         value_of = {id(param): value for param, value in zip(self._params, values, strict=True)}
-        coming = {shard.name: HostRead(shard.local(value_of[id(shard.param)])) for shard in self._first}
-        self._push({name: value.wait() for name, value in coming.items()}, "add", {})
+        reads = {shard.name: HostRead(shard.local(value_of[id(shard.param)])) for shard in self._first}
+        self._push({name: read.wait() for name, read in reads.items()}, "add", {})
 
     def _push(self, values: Mapping[str, Gradient], rule: str, options_of: Mapping[str, Mapping[str, Any]]) -> None:
         self.wait_for_pushes()
@@ -265,34 +264,34 @@ class ServerParameters:
         self._pushes.append(self._servers.push(values, rule, options_of=options_of))
 
     def wait_for_pushes(self) -> None:
-        """Until all that this rank has pushed was applied."""
+        """Wait until the servers have applied all pushes of this rank."""
         began = time.perf_counter()
         while self._pushes:
-            stale = self._pushes.pop(0).wait().values()
-            if known := [each for each in stale if each is not None]:
-                self._staleness.append(max(known))
-        self._waited(time.perf_counter() - began)
+            staleness = self._pushes.pop(0).wait().values()
+            if numbers := [number for number in staleness if number is not None]:
+                self._staleness.append(max(numbers))
+        self._count_wait(time.perf_counter() - began)
 
     # -- clocks -----------------------------------------------------------------------------------------------
 
     def finish_step(self, step: int) -> None:
-        """This rank has pushed what came of step ``step`` (from 0)."""
+        """Advance this rank's clock after step ``step`` (from 0), once its pushes were applied."""
         if self._options.max_staleness is not None:
             self.wait_for_pushes()
             self._clock = self._servers.clock(step + 1, self._options.max_staleness)
 
     def wait_for_slowest(self) -> None:
-        """Before a step, until the slowest worker is no more than ``max_staleness`` steps behind."""
+        """Wait until the slowest worker is no more than ``max_staleness`` steps behind."""
         if self._clock is not None:
             began = time.perf_counter()
             self._wait(self._clock)
             self._clock = None
-            self._waited(time.perf_counter() - began)
+            self._count_wait(time.perf_counter() - began)
 
     # -- state ------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Mapping[str, Any]]:
-        """What is kept for this rank's parameters, at the servers or here, as the optimizer of torch would keep it."""
+        """Return the optimizer's state of this rank's parameters, here or at the servers, in the form of torch's."""
         if self._optimizer is None or not self.is_placed:
             return optimizer.state
         self.wait_for_pushes()
@@ -300,7 +299,7 @@ class ServerParameters:
 
     # -- besides ----------------------------------------------------------------------------------------------
 
-    def _waited(self, seconds: float) -> None:
+    def _count_wait(self, seconds: float) -> None:
         self._numbers["server_wait_seconds"] += seconds
 
     def _count_pushed(self, values: Mapping[str, Gradient]) -> None:
@@ -309,14 +308,13 @@ class ServerParameters:
             self._numbers["push_bytes"] += sum(array.nbytes for array in arrays if array is not None)
 
     def report(self) -> dict[str, float]:
-        """For the metrics of a step."""
-        names = ("push_bytes", "pull_bytes", "server_wait_seconds")
-        found = {name: self._numbers[name] for name in names}
+        """Return numbers for the metrics of a step."""
+        numbers = {name: self._numbers[name] for name in ("push_bytes", "pull_bytes", "server_wait_seconds")}
         if stale := self._staleness:
-            found |= {"staleness": sum(stale) / len(stale), "staleness_max": float(max(stale))}
+            numbers |= {"staleness": sum(stale) / len(stale), "staleness_max": float(max(stale))}
         self._numbers.clear()
-        self._staleness = []
-        return found
+        self._staleness.clear()
+        return numbers
 
     def close(self) -> None:
         self._connection.close()

@@ -1,4 +1,4 @@
-"""What of a replica's parameters is at the servers under which name, which rank pushes it, and how it comes back."""
+"""The shards of a replica's parameters at the servers: their names, the ranks that push them, and their pulls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from colossus.server.rpc_client import Handle
 from colossus.sparse.table import TableSync
 from colossus.sparse.tables import Tables
 
-#: of one shard: its gradient, whole or of some rows
+#: the gradient of a shard: of all rows, of some, or none
 Gradient = Tensor | RowGradient | None
 
 
 @dataclass(frozen=True)
 class ServerShard:
-    """A box of a logical parameter: one tensor at the servers, which the ranks that hold this box have in common.
+    """A box of a logical parameter, which is one tensor at the servers for all ranks that have this box.
 
     Attributes:
-        name: at the servers.
-        param: as this rank stores it.
-        rows: of it, (start, stop); None: all.
-        is_first: whether this rank is the first of its replica to hold the box: it pushes what becomes of it.
-        is_shared: whether other ranks of the replica hold it, too.
+        name: the tensor's name at the servers.
+        param: the parameter, as this rank stores it.
+        rows: its rows (start, stop) that are the box; None: all.
+        is_first: whether this rank is the first of its replica that has the box, and so pushes it.
+        is_shared: whether other ranks of the replica have the box, too.
     """
 
     name: str
@@ -45,13 +45,17 @@ class ServerShard:
     is_shared: bool
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
-        """The values of the box: a view of the parameter, or of a tensor of its shape."""
+        """Return the values of the box, a view of the parameter or of a tensor of its shape."""
         with as_shards():
             source = self.param.detach() if buffer is None else buffer
             return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
     def start_gradient(self) -> Callable[[], Gradient]:
-        """Let the gradient of the box travel to the host: what waits for it. None where there is none."""
+        """Start to copy the gradient of the box to the host.
+
+        Returns:
+            A function that waits for it, and returns it; None where there is no gradient.
+        """
         gradient = self.param.grad
         if gradient is None:
             return lambda: None
@@ -61,20 +65,20 @@ class ServerShard:
         return HostRead(self.local(gradient)).wait
 
     def host_memory(self) -> Tensor:
-        """For values of the box on the host; page-locked where they go on to a device."""
+        """Return host memory for the values of the box; page-locked where they are copied to a device."""
         local = self.local()
         return torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu")
 
 
 def gradients_of(shards: Sequence[ServerShard]) -> dict[str, Gradient]:
-    """On the host, by name. All are on their way before the first is waited for."""
-    coming = {shard.name: shard.start_gradient() for shard in shards}
-    return {name: wait() for name, wait in coming.items()}
+    """Return the gradients of shards by name, on the host; all copies are started before the first wait."""
+    waits = {shard.name: shard.start_gradient() for shard in shards}
+    return {name: wait() for name, wait in waits.items()}
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Of a tensor at the servers, the same on all ranks."""
+    """The name, shape and dtype of a tensor at the servers, the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,53 +86,56 @@ class ShardSize:
 
 
 def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[list[ServerShard], list[ShardSize]]:
-    """Those of this rank, in the order of the model, and all of its replica by name. Collective in a replica.
+    """Return the shards of this rank, in the order of the model, and the sizes of all shards of its replica, by name.
+
+    Collective in a replica.
 
     Args:
-        params: stored parameters that are trained.
+        parts: the model of this rank.
+        params: the stored parameters that are trained.
     """
     context, trained = parts.context, {id(param) for param in params}
     sizes, at, replica = context.grid.sizes, context.coordinates, context.group(context.replica_axes)
-    found = []
+    named = []
     for logical in logical_parameters(parts.model):
         if id(logical.parameter) in trained and logical.parameter.numel():
-            # the name of the parameter is that of the whole model, also where a stage holds a tied one by another
+            # the name in the whole model, also where a stage has a tied parameter under another name
             name = "/".join(filter(None, (spec_of(logical.parameter).name, logical.shard_name)))
             box = logical.layout.box(logical.shape, sizes, at)
-            found.append((f"{name}{_suffix(box, logical.shape)}", logical))
+            named.append((f"{name}{_suffix(box, logical.shape)}", logical))
     with as_shards():
-        shapes = {name: tuple(logical.local().shape) for name, logical in found}
-    own = [ShardSize(name, shapes[name], logical.parameter.dtype) for name, logical in found]
-    held = all_gather_object(own, replica)
+        shapes = {name: tuple(logical.local().shape) for name, logical in named}
+    own = [ShardSize(name, shapes[name], logical.parameter.dtype) for name, logical in named]
+    by_rank = all_gather_object(own, replica)
     holders: dict[str, list[int]] = {}
-    for index, of_rank in enumerate(held):
-        for each in of_rank:
-            holders.setdefault(each.name, []).append(index)
+    for index, of_rank in enumerate(by_rank):
+        for size in of_rank:
+            holders.setdefault(size.name, []).append(index)
     shards = [
         ServerShard(name, logical.parameter, logical.rows, holders[name][0] == replica.index, len(holders[name]) > 1)
-        for name, logical in found
+        for name, logical in named
         if 0 not in shapes[name]
     ]
-    union = {each.name: each for of_rank in held for each in of_rank if 0 not in each.shape}
+    union = {size.name: size for of_rank in by_rank for size in of_rank if 0 not in size.shape}
     return shards, [union[name] for name in sorted(union)]
 
 
 def _suffix(box: Box, shape: tuple[int, ...]) -> str:
-    """What tells a box from others of the same parameter: its spans, where it is not all of it."""
+    """Return the suffix of a box's name: its spans, or nothing where it is the whole parameter."""
     if all((start, stop) == (0, size) for (start, stop), size in zip(box, shape, strict=True)):
         return ""
     return "[" + ",".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 class SharedShards:
-    """The boxes that several ranks of a replica hold: what the first of them has pulled is what all take.
+    """The boxes that several ranks of a replica have, whose first rank pulls them for all.
 
-    A parameter that is whole on several ranks must be the same on all of them, but each would see the servers at
-    another moment.
+    The ranks must have the same values, but each would see the servers at another moment.
 
     Args:
-        shards: of this rank.
-        sizes: of all shards of the replica.
+        parts: the model of this rank.
+        shards: the shards of this rank.
+        sizes: the sizes of all shards of the replica.
     """
 
     def __init__(self, parts: ModelParts, shards: Sequence[ServerShard], sizes: Sequence[ShardSize]) -> None:
@@ -136,14 +143,14 @@ class SharedShards:
         self._group = context.group(context.replica_axes)
         self._device = context.device
         shared = {shard.name for shard in shards if shard.is_shared}
-        names = {name for each in all_gather_object(sorted(shared), self._group) for name in each}
+        names = {name for of_rank in all_gather_object(sorted(shared), self._group) for name in of_rank}
         self._sizes = [size for size in sizes if size.name in names]
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
 
     def take_first(self, shards: Sequence[ServerShard], values: Sequence[Tensor]) -> None:
-        """Let ``values`` of shared shards be those of the first holder, in place. Collective in a replica."""
+        """Overwrite ``values`` of shared shards with those of their first rank. Collective in a replica."""
         by_name = {shard.name: (shard, value) for shard, value in zip(shards, values, strict=True)}
         for dtype in dict.fromkeys(size.dtype for size in self._sizes):
             sizes = [size for size in self._sizes if size.dtype == dtype]
@@ -162,11 +169,14 @@ class SharedShards:
 
 
 class Pull:
-    """Values of shards on their way to a rank.
+    """A pull of shards' values that is under way.
 
     Args:
-        values: where they come to: of the shards that this rank is the first of its replica to hold.
-        waited: is told the seconds for which they were waited for.
+        handle: the call to the servers.
+        shards: the shards.
+        values: the memory for their values; the call fills that of shards whose first rank is this one.
+        shared: the boxes that several ranks of the replica have.
+        count_wait: called with the seconds of each wait.
     """
 
     def __init__(
@@ -175,47 +185,49 @@ class Pull:
         shards: Sequence[ServerShard],
         values: Sequence[Tensor],
         shared: SharedShards,
-        waited: Callable[[float], None],
+        count_wait: Callable[[float], None],
     ) -> None:
         self._handle, self._shards, self._values = handle, shards, list(values)
-        self._shared, self._waited = shared, waited
+        self._shared, self._count_wait = shared, count_wait
 
     def own(self) -> list[tuple[ServerShard, Tensor]]:
-        """The shards with what this rank has pulled itself; not collective."""
+        """Wait for this rank's own pull, and return the shards with their values; not collective."""
         began = time.perf_counter()
         self._handle.wait()
-        self._waited(time.perf_counter() - began)
+        self._count_wait(time.perf_counter() - began)
         return list(zip(self._shards, self._values, strict=True))
 
     def wait(self) -> list[tuple[ServerShard, Tensor]]:
-        """The shards with their values. Collective in a replica of several ranks."""
-        found = self.own()
+        """Wait for the pull, and return the shards with their values. Collective in a replica of several ranks."""
+        pairs = self.own()
         if self._shared:
             self._shared.take_first(self._shards, self._values)
-        return found
+        return pairs
 
     @torch.no_grad()
     def wait_into_parameters(self) -> None:
-        """The parameters of this rank are these values. Collective in a replica of several ranks."""
+        """Wait for the pull, and set this rank's parameters. Collective in a replica of several ranks."""
         for shard, value in self.wait():
             local = shard.local()
             if value.data_ptr() != local.data_ptr():
-                local.copy_(value, non_blocking=True)  # nobody writes to it any more
+                local.copy_(value, non_blocking=True)  # the source does not change any more
 
 
 class ServerRows(TableSync):
-    """A table that this rank shares with no other of its replica.
+    """A table at the servers that no other rank of the replica shares, of which a step pulls the rows that it needs.
 
-    What is here of it is as old as the last pull of each row, until the whole table is pulled.
+    This rank's copy of a row is as old as its last pull, until the whole table is pulled.
 
     Args:
-        pull: the rows of ascending distinct ids, from the servers.
+        param: this rank's copy of the table.
+        num_rows: its rows.
+        pull: a function that returns the servers' rows of ascending distinct ids.
     """
 
     def __init__(self, param: nn.Parameter, num_rows: int, pull: Callable[[Tensor], Tensor]) -> None:
         super().__init__(param, num_rows)
         self._pull = pull
-        #: [rows] those that this step has pulled; None outside of steps, when what is here is looked up
+        #: [rows], whether this step has pulled a row; None outside of steps, which look up in the copy
         self._is_new: Tensor | None = None
 
     def begin(self) -> None:
@@ -234,6 +246,6 @@ class ServerRows(TableSync):
 
 
 def tables_of_replica(model: nn.Module, context: ParallelContext) -> Tables | None:
-    """The tables of a rank's part of a model, whose gradients are summed inside of the replica; None: it has none."""
+    """Return the tables of a rank's part of a model, or None; their gradients are summed inside the replica."""
     tables = Tables(model, context, lambda name, shape, ranks: "gather", context.replica_axes)
     return tables if tables else None

@@ -20,10 +20,12 @@ from colossus.gradients.reduction import GradientReduction, ModelParts
 
 
 class SyncServer(AllReduce):
-    """All workers push their sums of gradients; the servers add them up, tell the square of their norm, and apply the
-    optimizer once to the total, divided and clipped. Every worker pulls the parameters of the next step.
+    """Synchronous steps at parameter servers.
 
-    The optimizer of the engine has the groups and their options, which go with each step; its state is at the servers.
+    All workers push their sums of gradients. The servers sum them, return the square of their norm, and apply the
+    optimizer once to the divided and clipped total. Every worker then pulls the parameters of the next step.
+
+    The engine's optimizer has the groups and their options, which are sent in each step. Its state is at the servers.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -38,7 +40,7 @@ class SyncServer(AllReduce):
         self.at_servers = ServerParameters(
             self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
         )
-        #: of synchronous steps, one also for each that failed
+        #: the number of the synchronous step; failed steps are counted, too
         self._number = 0
         self._pull: Pull | None = None
 
@@ -60,12 +62,12 @@ class SyncServer(AllReduce):
         self.at_servers.accumulate(self._number)
 
     def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
-        """Of the sums at the servers, which the first of the ranks that push a parameter counts."""
-        total = squares * 0.0  # what is not finite here stays so
-        found = self.at_servers.squares(self._number)
+        """Return the squares of the sums at the servers, on the first of the ranks that push a parameter."""
+        total = squares * 0.0  # keeps what is not finite on this rank
+        server_squares = self.at_servers.squares(self._number)
         if self._data_group.index == 0:
             place = {id(param): number for number, param in reversed(list(enumerate(norm.params)))}
-            for param, square in found:
+            for param, square in server_squares:
                 total[place[id(param)]] += square
         return total
 
@@ -91,7 +93,7 @@ class SyncServer(AllReduce):
     # -- besides ------------------------------------------------------------------------------------------
 
     def sync_point(self) -> None:
-        """Pull the tables, of which steps pull the rows that are looked up."""
+        """Pull whole tables, of which steps pull only the rows that they look up."""
         self.at_servers.pull_tables()
 
     @contextmanager
@@ -107,7 +109,7 @@ class SyncServer(AllReduce):
             yield
 
     def parameters_loaded(self) -> None:
-        self.at_servers.is_placed = False  # they are to be placed again
+        self.at_servers.is_placed = False  # the next step places them again
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
         return self.at_servers.optimizer_state(optimizer)

@@ -1,1 +1,1 @@
-"""ZeRO: parameters in rows over data ranks, gathered by blocks, gradients reduced to rows."""
+"""ZeRO: parameters are stored in rows over data ranks and gathered by blocks, and gradients are reduced to rows."""

@@ -1,4 +1,4 @@
-"""Parameters of which a rank stores some rows: how rows lie, how they are stored, and how they become whole."""
+"""Parameters of which each rank stores some rows: the layout of the rows, their storage, and their all-gather."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 @dataclass(frozen=True)
 class Piece:
-    """One logical shard of a parameter, in elements.
+    """One logical shard of a parameter; all numbers are in elements.
 
     Attributes:
-        start, count: of it in the whole parameter.
-        offset, width: of what a rank stores of it, in the rank's flat rows.
+        param: the parameter.
+        start: the shard's first element in the whole parameter.
+        count: its number of elements.
+        offset: the place of a rank's part of it in the rank's flat rows.
+        width: the size of that part, with its padding.
     """
 
     param: nn.Parameter
@@ -38,18 +41,18 @@ class Piece:
     width: int
 
     def on(self, rank: int) -> tuple[int, int]:
-        """What a rank stores of it: (first element, how many); the last ranks may have less, or nothing."""
+        """Return the first element of a rank's part, and its size; the last ranks may have fewer elements, or none."""
         first = min(rank * self.width, self.count)
         return first, min(self.width, self.count - first)
 
 
 class RowLayout:
-    """The rows of each logical shard, cut over ``ranks``: as many on each, but for the last that have any.
+    """The rows of each logical shard, cut over ``ranks``: equally many on each rank, fewer on the last.
 
     Attributes:
-        pieces: in the order of a rank's flat rows.
-        size: of these, in elements, with the padding behind the last rows.
-        splits: for each rank the sizes of its rows and of the padding behind them, in turn, for each piece.
+        pieces: the shards, in the order of a rank's flat rows.
+        size: the elements of a rank's flat rows, with padding.
+        splits: for each rank, the sizes of its rows and of their padding, alternating over the pieces.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], ranks: int) -> None:
@@ -71,15 +74,20 @@ class RowLayout:
         return [piece for piece in self.pieces if piece.param is param]
 
     def rows_in(self, whole: Tensor, piece: Piece, rank: int) -> Tensor:
-        """A rank's rows of a piece in the whole parameter, or its gradient, flat: a view."""
+        """Return a flat view of a rank's rows of a piece in the whole parameter or its gradient."""
         first, count = piece.on(rank)
         return whole[piece.start + first :][:count]
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of a parameter: while it is gathered, and as it travels there; in which its gradients are accumulated, and summed
-    over ranks; of the rows that the optimizer updates.
+    """The dtypes of a parameter.
+
+    Attributes:
+        computed: the dtype of the gathered parameter, in which it also travels.
+        gradient: the dtype in which its gradients are accumulated.
+        reduced: the dtype in which they are summed over ranks.
+        stored: the dtype of the rows that the optimizer updates.
     """
 
     computed: torch.dtype
@@ -89,10 +97,12 @@ class Dtypes:
 
     @classmethod
     def of(cls, param: nn.Parameter, precision: Precision, *, is_product: bool) -> Dtypes:
-        """By the precision of a run; a parameter that has a wide dtype of its own keeps it.
+        """Return the dtypes under the precision of a run; a parameter with a wide dtype of its own keeps it.
 
         Args:
-            is_product: whether products are taken of it and nothing else, in the dtype of compute.
+            param: the parameter.
+            precision: the precision of the run.
+            is_product: whether it is used in products only, which run in the dtype of compute.
         """
         is_usual = param.dtype == precision.params
         computed = precision.compute if precision.is_low and is_product and is_usual else param.dtype
@@ -105,18 +115,20 @@ class FlatRows:
     """Parameters of the same dtypes, whole in compute, of which each rank of a group stores some rows.
 
     They travel in one collective. The stored rows are views of the whole parameters where these keep their memory and
-    need no cast, and of one flat tensor else.
+    need no cast, else views of one flat tensor.
 
     Args:
-        params: whole on each rank; all of them get a gradient, or none.
-        stage: of ZeRO. Below 3 the whole parameters keep their memory between steps.
-        offload: the rows are in the memory of the host.
+        params: the parameters, whole on each rank; all of them are trainable, or none.
+        group: the ranks over which rows are cut.
+        context: the ranks of the run.
+        dtypes: the dtypes of the parameters.
+        stage: the stage of ZeRO. Below 3 the whole parameters keep their memory between steps.
+        offload: whether the rows are in the memory of the host.
 
     Attributes:
-        stored: the rank's rows of each.
-        group: over which rows are cut.
-        layout: of the rows.
-        subject: what collectives of them are of.
+        stored: parameter -> the rank's rows of it.
+        layout: the layout of the rows.
+        subject: the names of the parameters, for errors of their collectives.
     """
 
     def __init__(
@@ -134,7 +146,7 @@ class FlatRows:
         self.layout = RowLayout(self.params, group.size)
         self.subject = Subject([spec_of(param).name for param in self.params])
         self.stored: dict[nn.Parameter, nn.Parameter] = {}
-        #: those whose stored rows are views of them
+        #: the parameters whose stored rows are views of them
         self._views: set[nn.Parameter] = set()
         self._rows = self._store()
         of_each = self._rows
@@ -142,7 +154,7 @@ class FlatRows:
             widths = [sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params]
             of_each = list(self._rows[0].split(widths))
         self._rows_of = dict(zip(self.params, of_each, strict=True))
-        #: of the whole parameters, which nobody but a user's forward writes to
+        #: versions of the whole parameters, to which only a user's forward writes
         self._whole_versions = [param._version for param in self.params]
         for param, rows in self._rows_of.items():
             shape = (-1, *param.shape[1:]) if rows.numel() else (0, *param.shape[1:])
@@ -150,7 +162,7 @@ class FlatRows:
             spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
             self.stored[param] = mark_split(attach(stored, spec))
             take_attributes(stored, param)
-            if param._backward_hooks is not None:  # one dict: hooks that are added or removed later are those of both
+            if param._backward_hooks is not None:  # both share one dict, also for hooks that are added later
                 stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:
                 set_gradient_dtype(param, dtypes.gradient)
@@ -158,7 +170,7 @@ class FlatRows:
         self._types = [type(param) for param in self.params]
 
     def _store(self) -> list[Tensor]:
-        """The rank's rows, flat, in the order in which they travel: of all parameters in one, or of each."""
+        """Return the rank's flat rows in the order in which they travel: one tensor for all parameters, or one each."""
         if self.stage < 3 and not self.offload and self.dtypes.computed == self.dtypes.stored:
             return [self._store_in_place(param) for param in self.params]
         host = torch.device("cpu") if self.offload else self.device
@@ -172,7 +184,7 @@ class FlatRows:
         return [flat]
 
     def _store_in_place(self, param: nn.Parameter) -> Tensor:
-        """A view of the parameter, which gets memory for padded rows behind its last; of several shards a copy."""
+        """Return the rank's rows as a view of the parameter, whose memory gets padding; with several shards, a copy."""
         value, pieces = param.data.to(self.dtypes.computed), self.layout.pieces_of(param)
         width = sum(piece.width for piece in pieces)
         if len(pieces) > 1:
@@ -194,7 +206,7 @@ class FlatRows:
             flat[piece.offset - offset :][: rows.numel()] = rows
 
     def _prepare_copies(self) -> tuple[list[Tensor], list[list[bool]]]:
-        """Views that every gather writes to, and which pieces of each rank are copied there."""
+        """Return the views that every gather writes to, and for each rank which pieces are copied there."""
         wholes = {param: param.data.view(-1) for param in self.params}
         targets: list[Tensor] = []
         takes: list[list[bool]] = []
@@ -208,7 +220,7 @@ class FlatRows:
         return targets, takes
 
     def start_gather(self) -> Pending:
-        """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
+        """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)
         return uneven.gather_filled(
             self.layout.size, self.dtypes.computed, self.device, self.group, self._fill, self._take
@@ -216,7 +228,7 @@ class FlatRows:
 
     def _fill(self, flat: Tensor) -> None:
         if len(self._rows) == 1:
-            # rows on the host are pinned, and change when its gradients have come behind them (`accept_gradients`)
+            # rows on the host are page-locked, and change only after this copy: `accept_gradients` waits for the stream
             flat.copy_(self._rows[0], non_blocking=True)
         else:
             torch.cat(self._rows, out=flat)
@@ -235,7 +247,7 @@ class FlatRows:
 
     @torch.no_grad()
     def take_back_changes(self) -> None:
-        """What a forward has written to the whole parameters is written to the stored rows: on all ranks alike."""
+        """Write changes that a forward made to the whole parameters, alike on all ranks, to the stored rows."""
         versions, before = [param._version for param in self.params], self._whole_versions
         if versions == before:
             return
@@ -243,8 +255,8 @@ class FlatRows:
         changed = [param for param, new, old in zip(self.params, versions, before, strict=True) if new != old]
         if self.dtypes.computed != self.dtypes.stored:
             raise located_error(
-                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy of what is "
-                f"stored in {self.dtypes.stored}: write to it between steps, or take parallel.zero = 0"
+                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy of a parameter "
+                f"that is stored in {self.dtypes.stored}: write to it between steps, or set parallel.zero = 0"
             )
         for param in changed:
             if param not in self._views:
@@ -258,6 +270,6 @@ class FlatRows:
 
 
 def _fills_its_storage(value: Tensor) -> bool:
-    """Whether a tensor is all that its memory holds, which then can be freed and taken back."""
+    """Return whether a tensor fills its memory, which can then be freed and allocated again."""
     storage = value.untyped_storage()
     return storage.nbytes() == value.nbytes and storage.resizable() and value.is_contiguous()

@@ -1,4 +1,4 @@
-"""The parameters of a model as they are stored, and as compute sees them."""
+"""The store of a model's parameters, between their stored form and the form that compute sees."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_
 
 
 class ParameterStore:
-    """Between stored parameters, which the optimizer and checkpoints see, and those that compute sees.
+    """The stored parameters, which the optimizer and checkpoints see, and those that compute sees.
 
-    The two are the same until a strategy asks for `shard`. From then on ``model.parameters()`` are a rank's rows of
-    them, and the blocks of the model gather theirs while they run. What belongs to no block, or to several, is the root
-    block's, which is gathered for a whole step or evaluation.
+    The two are the same until a strategy calls `shard`. From then on ``model.parameters()`` are a rank's rows, and the
+    blocks of the model gather their parameters while they run. Parameters of no block, or of several, belong to the
+    root block, which is gathered for a whole step or evaluation.
 
-    Tensor parallelism moves what is gathered here: that is the work of ``weights``.
+    Tensor parallelism gathers further from there, by ``weights``.
 
     Args:
-        model: of this rank.
-        chain: gives the blocks of the model on this rank, None where it is no chain of them.
-        weights: of the model's layers.
+        model: this rank's part of the model.
+        context: the ranks.
+        weights: the gathered weights of the model's layers.
+        chain: returns the blocks of the model on this rank, or None where it is no chain of blocks.
 
     Attributes:
-        blocks: in the order of the model, the root block, whose gradients are complete last, before all.
+        blocks: the blocks in the order of the model, after the root block, whose gradients are complete last.
         runs: gathers blocks as they run.
     """
 
@@ -53,25 +54,25 @@ class ParameterStore:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
         self.blocks: list[ShardedBlock] = []
-        #: those of them that are whole for all of a step
+        #: the blocks that stay whole for a whole step
         self._lasting: list[ShardedBlock] = []
         self.runs = BlockRuns()
         self._group: AxisGroup | None = None
-        #: of each parameter that compute sees: what it is stored as, and what has the gradient of that
+        #: parameter that compute sees -> the stored one, and the one that has the stored one's gradient
         self._stored_as: dict[nn.Parameter, nn.Parameter] = {}
         self._summed_as: dict[nn.Parameter, nn.Parameter] = {}
         self._stored = list(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank as they are stored, in the model's order."""
+        """Return all stored parameters of this rank, in the model's order."""
         return list(self._stored)
 
     def trainable(self) -> list[nn.Parameter]:
-        """Those of them that get a gradient."""
+        """Return the stored parameters that get a gradient."""
         return [param for param in self._stored if param.requires_grad]
 
     def stored(self, param: nn.Parameter) -> nn.Parameter:
-        """As what a parameter that compute sees is stored."""
+        """Return the stored parameter of one that compute sees."""
         return self._stored_as.get(param, param)
 
     def computed(self, stored: nn.Parameter) -> nn.Parameter:
@@ -79,21 +80,22 @@ class ParameterStore:
         return next((param for param, other in self._stored_as.items() if other is stored), stored)
 
     def summed(self, param: nn.Parameter) -> nn.Parameter:
-        """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
+        """Return the parameter that has the gradient of `stored`, on compute's device, until `accept_gradients`."""
         return self._summed_as.get(param, param)
 
     def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
-        """Store every parameter in rows cut over these axes, or those of them that do not split it anyway (experts);
-        scalars, which have no rows, stay as they are, as do tables with a `RowSource`.
+        """Store every parameter in rows that are cut over these axes. Collective, like all forwards from then on.
 
-        Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
-        are all forwards from then on, and those of evaluations.
+        A parameter that some of the axes split already (an expert's) is cut over the others. Scalars, and tables with
+        a `RowSource`, are not cut. Where the axes have one rank, parameters are stored apart only if the optimizer's
+        precision is another one.
 
         Args:
-            stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
-                once for each step or evaluation; parameters that get no gradient are not cut. 1: so are whole
-                gradients, until the step ends.
-            offload: the rows, which the optimizer updates, are in the memory of the host.
+            axes: the axes.
+            stage: the stage of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are
+                gathered once for each step or evaluation; frozen parameters are not cut. 1: whole gradients stay until
+                the step ends, too.
+            offload: whether the rows, which the optimizer updates, are in the memory of the host.
         """
         assert not self.blocks, "the parameters are sharded already"
         context = self._context
@@ -113,8 +115,8 @@ class ParameterStore:
 
         blocks, root = by_block(self._model, self._chain(), takes)
         is_transient = stage == 3 and self.weights.scope != "step"
-        for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
-            block = ShardedBlock(held, group_of, context, self.weights.scope, stage, offload)
+        for modules, members in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
+            block = ShardedBlock(members, group_of, context, self.weights.scope, stage, offload)
             if is_transient and (hooked := [param for param in block.params if user_hooks(param, POST_ACCUMULATE)]):
                 raise ValueError(
                     f"{spec_of(hooked[0]).name} has a hook of register_post_accumulate_grad_hook, which gets the sum "
@@ -136,18 +138,18 @@ class ParameterStore:
         self._stored = list(self._model.parameters())
 
     def accept_gradients(self) -> None:
-        """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
-        on_host = [param for each in self._gradients() for param in each.send_to_host()]
+        """Give the stored parameters their complete sums; for parameters on the host, wait once for the copies."""
+        on_host = [param for gradients in self._gradients() for param in gradients.send_to_host()]
         device = self._context.device
-        if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
+        if on_host and device.type != "cpu":  # this also waits for the gathers' copies of rows to the device
             torch.get_device_module(device).current_stream(device).synchronize()
         for param in on_host:
             run_grad_hooks(param)
 
     def accept_whole_gradients(self) -> None:
-        """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        """Give the stored parameters the gradients of those that compute sees, where a rank stores all rows."""
         for gradients in self._gradients():
-            gradients.give_whole()
+            gradients.set_whole()
 
     def _gradients(self) -> Iterator[RowGradients]:
         for block in self.blocks:
@@ -156,7 +158,7 @@ class ParameterStore:
     # -- a step or an evaluation --------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Drop the gradients of the step before, also those of parameters that the engine's optimizer does not have."""
+        """Drop the gradients of the step before, also of parameters that the engine's optimizer does not have."""
         self._begin_run()
         for param in self._stored:
             param.grad = None
@@ -166,48 +168,48 @@ class ParameterStore:
         self.weights.begin_step()
 
     def begin_evaluation(self, num_forwards: int) -> None:
-        """Before the forwards of an evaluation, of which data ranks may have unequal numbers.
+        """Prepare for the ``num_forwards`` forwards of an evaluation on this rank.
 
-        Then none may gather in the midst of them: all is made whole before.
+        Where data ranks have different numbers of forwards, these cannot gather: all blocks are gathered here.
         """
         self._begin_run()
         if self._group is None:
             return
-        self.gather_lasting()  # a rank without samples runs no stage
+        self.gather_lasting()  # here, since a rank without samples runs no stage
         if any(block.is_transient for block in self.blocks):
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
             for block in self.blocks if most != -least else ():
                 block.gather()
-                block.is_held = True
+                block.stays_for_evaluation = True
 
     def _begin_run(self) -> None:
         self.release()
         self.runs.is_running = True
 
     def begin_action(self) -> None:
-        """A forward or a backward of a stage begins."""
+        """Begin a forward or a backward of a stage."""
         if self.blocks:
             self.runs.begin()
 
     def gather_lasting(self) -> None:
-        """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
+        """Gather the blocks that are whole for a step or an evaluation, each while the next travels."""
         for block, following in zip_longest(self._lasting, self._lasting[1:]):
             if following is not None:
                 following.start_gather()
             block.gather()
 
     def after_backward(self) -> None:
-        """A stage's backward is over, also of blocks whose inputs get no gradient."""
+        """End a stage's backward, also for blocks whose inputs get no gradient."""
         self.runs.leave_all()
 
     def end_step(self) -> None:
-        """All backwards are done: reduce the gradients that are left in layers, and free what is gathered."""
+        """Reduce the gradients that layers have deferred, and free gathered parameters, after all backwards."""
         self.weights.end_step()
         self.release()
 
     def release(self) -> None:
-        """Free what is gathered, and wait for what was gathered ahead."""
+        """Free gathered parameters, and wait for gathers that were started ahead."""
         for block in self.blocks:
             block.end_step()
         self.runs.reset()
@@ -227,5 +229,5 @@ class ParameterStore:
             return
         if not torch.is_grad_enabled():
             self.release()
-        for block in self.blocks:  # what a backward may need stays whole, but is not what a state dict is to find
+        for block in self.blocks:  # a backward may need the whole parameters, but a state dict has the stored ones
             block.unplace()

@@ -1,4 +1,4 @@
-"""The order in which the blocks of a model run: each is gathered while the one before it runs."""
+"""The prefetch of blocks: each block of a model is gathered while the one before it runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from colossus.nest import tensors
 
 
 class BlockRuns:
-    """Gathers blocks as they run, and starts the gather of the next one: at most one block ahead.
+    """The runs of blocks: a block is gathered when it runs, and the gather of the next one starts, at most one ahead.
 
-    Which is next is what came next the last time, in forwards and in backwards apart; for the first backward, the order
-    of forward reversed. All ranks that share rows run the same blocks in the same order, and so guess alike: where a
-    block comes that was not expected, what was started for another is waited for and dropped on all of them.
+    The next block is predicted to be the one that followed the last time, in forwards and in backwards apart. For the
+    first backward it is the one before in the forward. All ranks that share rows run the same blocks in the same order,
+    so their predictions agree. Where another block comes, all of them wait for the predicted gather and drop it.
 
     Attributes:
-        on_backward: called with a block whose backward is over, before it is let go.
-        is_running: whether a step or an evaluation is.
+        on_backward: called with a block whose backward is over, before the block is released.
+        is_running: whether a step or an evaluation runs.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class BlockRuns:
         #: block, whether in backward -> the block gathered after it
         self._next: dict[tuple[ShardedBlock, bool], ShardedBlock] = {}
         self._last: tuple[ShardedBlock, bool] | None = None
-        #: whose gather has been started ahead
+        #: the block whose gather has been started ahead
         self._ahead: ShardedBlock | None = None
-        #: to be started when the block that ran before has been let go
+        #: the block whose gather starts when the block that ran before has been released
         self._waiting: ShardedBlock | None = None
         self._in_backward: list[ShardedBlock] = []
 
     def begin(self) -> None:
-        """A forward or backward of a stage begins: what ran before says nothing about what comes."""
+        """Begin a forward or backward of a stage; the block that ran before it predicts nothing."""
         self._last = self._waiting = None
         self._drop_ahead()
 
     def gather(self, block: ShardedBlock) -> None:
         """Make a block whole, and start the gather of the next one."""
         if block.is_whole:
-            block.gather()  # for a user's code that has let the modules hold other parameters
+            block.gather()  # a user's code may have put other parameters into the modules
             return
         if self._ahead is not block:
             self._drop_ahead()
@@ -65,28 +65,28 @@ class BlockRuns:
             self.after_release()
 
     def after_release(self) -> None:
-        """A block may have been let go: there is room for the next."""
+        """Start the gather of the waiting block, if the block before it has been released."""
         if self._waiting is None or any(block.frees_after_forward for block in self._in_backward[:-1]):
             return
         self._ahead, self._waiting = self._waiting, None
         self._ahead.start_gather()
 
     def enter_backward(self, block: ShardedBlock, call: object) -> None:
-        """The backward of one forward of a block begins."""
+        """Begin the backward of one forward of a block."""
         if call not in block.in_backward:
             block.in_backward.append(call)
-        # with create_graph: what runs the backward of this backward is not seen here
-        block.is_kept = block.is_kept or torch.is_grad_enabled()
+        # under create_graph no hook runs in the backward of this backward
+        block.stays_for_step = block.stays_for_step or torch.is_grad_enabled()
         if block in self._in_backward:
             self._in_backward.remove(block)
         self._in_backward.append(block)
         self.gather(block)
 
     def leave_backward(self, block: ShardedBlock, call: object) -> None:
-        """The backward of one forward of a block is over, if it had begun and was not over before."""
+        """End the backward of one forward of a block, if it has begun and not ended."""
         if call not in block.in_backward:
             return
-        is_last = len(block.in_backward) == 1  # else, of a block that runs twice in a row, the one before has begun
+        is_last = len(block.in_backward) == 1  # a block that runs twice in a row may have begun its other backward
         if is_last:
             self._in_backward.remove(block)
             self.on_backward(block)
@@ -95,13 +95,13 @@ class BlockRuns:
             self.after_release()
 
     def leave_all(self) -> None:
-        """A stage's backward is over, also of blocks whose inputs get no gradient."""
+        """End all backwards of a stage, also of blocks whose inputs get no gradient."""
         for block in list(self._in_backward):
             for call in list(block.in_backward):
                 self.leave_backward(block, call)
 
     def reset(self) -> None:
-        """A step or an evaluation is over: nothing that was started for it is used after it."""
+        """Forget the runs of a step or an evaluation that is over."""
         self._last = self._ahead = self._waiting = None
         self._in_backward.clear()
 
@@ -112,8 +112,9 @@ class BlockRuns:
 
 
 class ModuleHook:
-    """A hook of ZeRO on a user's module. A copy of the module has it, too, and so is refused when it is called: its
-    parameters are rows that nothing gathers. A pickle is refused.
+    """A hook of ZeRO on a user's module, which refuses calls of a copy of the module, and pickling.
+
+    A copy of the module has the hook, too, but its parameters are rows that nothing gathers.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
@@ -133,40 +134,40 @@ class ModuleHook:
 
 def _refusal(what: str) -> str:
     return (
-        f"{what}: this rank has rows of its parameters. Take colossus.plain(engine), which is the model in one "
-        f"process, or save a checkpoint (engine.checkpoints.save)"
+        f"{what}: this rank has only some rows of its parameters. Use colossus.plain(engine), which is the model in "
+        f"one process, or save a checkpoint (engine.checkpoints.save)"
     )
 
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
-    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
-    #: of the last forward: what stands for it, whether the gradients of its inputs tell that its backward is over, and
-    #: the number of the first node that it makes
-    call, is_left_by_input, first_node = object(), False, 0
+    """Gather a block before its module's forward and backward, and release it after each."""
+    #: of the last forward: an object that stands for it, whether the gradients of its inputs show that its backward is
+    #: over, and the number of the first node that it makes
+    call, ends_at_input, first_node = object(), False, 0
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal call, is_left_by_input, first_node
+        nonlocal call, ends_at_input, first_node
         runs.gather(block)
         first_node = torch._C._autograd._get_sequence_nr()
         if torch.is_grad_enabled() and not block.in_backward:
-            # On one device autograd runs what was made last first: when what made any of the inputs runs, the backward
-            # of all that was made after it is over. Gradients of the other inputs may still be awaited from elsewhere.
+            # On one device autograd runs the node that was made last first. So when the node of any input runs, the
+            # backwards of all nodes that were made after it are over. Other inputs may still wait for gradients.
             nodes = _nodes((args, kwargs), block.params[0].device)
             this = call = object()
-            is_left_by_input = bool(nodes)
+            ends_at_input = bool(nodes)
             for node in nodes:
                 node.register_prehook(lambda _: runs.leave_backward(block, this))
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            this, is_seen = call, is_left_by_input
+            this, has_end_hook = call, ends_at_input
             nodes = _nodes(output)
-            # not what made an input that is returned as it is: it runs when the backward of this block is over
+            # the node of an input that is returned as it is runs only when the backward of this block is over
             made_here = [node for node in nodes if node._sequence_nr() >= first_node]
 
             def enter(_: Any) -> None:
                 runs.enter_backward(block, this)
-                if not is_seen:  # at the end of this backward, which may be inside of another
+                if not has_end_hook:  # the callback runs at the end of this backward, which may be inside another
                     torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, this))
 
             for node in made_here or sorted(nodes, key=lambda node: node._sequence_nr())[-1:]:
@@ -179,10 +180,11 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
 
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
-    """Return what made the tensors of a nest (on one device), whatever types these are, and what these are views of: an
-    in-place function that follows takes the view's own node out of the graph.
+    """Return the autograd nodes of the tensors of a nest (on one device), and of the tensors that these are views of.
+
+    An in-place function that follows takes the view's own node out of the graph.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
-        made = [*found, *(tensor._base for tensor in found if tensor._base is not None)]
-        return [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        on_device = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
+        with_bases = [*on_device, *(tensor._base for tensor in on_device if tensor._base is not None)]
+        return [tensor.grad_fn for tensor in with_bases if tensor.grad_fn is not None]

@@ -119,7 +119,7 @@ class RowGradients:
         for param in self.params:
             param.grad = None
 
-    def give_sums(self) -> None:
+    def set_sums(self) -> None:
         """Set the ``grad`` of each parameter to its sum; one that no rank of the group used gets none."""
         begin = 0
         for param, used in zip(self.params, self._is_used, strict=True):
@@ -131,7 +131,7 @@ class RowGradients:
             begin = end
         self._sums = None
 
-    def give_whole(self) -> None:
+    def set_whole(self) -> None:
         """Set the ``grad`` of stored parameters to the whole gradients, on a rank that stores all rows."""
         assert self.flat.group.size == 1
         for param in self.params:

@@ -1,4 +1,4 @@
-"""The parameters of one block of a model, of which a rank stores some rows: whole while the block runs."""
+"""The parameters of one block of a model, which are whole while the block runs; each rank stores some rows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
-class HeldParameter:
-    """A parameter with all places where the modules of a model hold it.
+class PlacedParameter:
+    """A parameter with all of its places in the modules of a model.
 
     Attributes:
-        is_product: whether all of them take products of it, and nothing else.
+        param: the parameter.
+        places: its places.
+        is_product: whether all of these modules use it in products only.
     """
 
     param: nn.Parameter
@@ -39,74 +41,77 @@ class HeldParameter:
 
 
 class ShardedBlock:
-    """Parameters that are gathered, and whose gradients are reduced, together.
+    """Parameters that are gathered together, and whose gradients are reduced together.
 
-    In a step or an evaluation the modules of a block that has been gathered hold the parameters that compute uses, else
-    the stored ones. The former are always the same objects. Their memory is there while they are gathered only, or
-    (below stage 3) always: then a block is gathered once for each step or evaluation.
+    While a block is gathered, its modules have the parameters that compute uses, else the stored ones. The former are
+    always the same objects. At stage 3 they have memory only while they are gathered. Below stage 3 they always have
+    it, and a block is gathered once for each step or evaluation.
 
     Args:
-        held: parameters with at least one dim, their values whole on each rank of the group.
-        group_of: the ranks over which the rows of a parameter are cut.
-        scope: as of `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees what forward gathered
-            at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
-        stage, offload: see `FlatRows`.
+        members: parameters with at least one dim, whose values are whole on each rank of the group.
+        group_of: returns the ranks over which the rows of a parameter are cut.
+        context: the ranks of the run.
+        scope: see `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees gathered parameters at
+            the end of the forward, ``microbatch`` after its backward, ``step`` at the end of the step.
+        stage: see `FlatRows`.
+        offload: see `FlatRows`.
 
     Attributes:
-        stored: the rank's rows of each parameter.
-        summed: what has the gradient of these rows; see `RowGradients`.
+        params: the parameters that compute uses.
+        stored: parameter -> the rank's rows of it.
+        summed: parameter -> the one that has the gradient of these rows; see `RowGradients`.
         is_transient: whether the block is freed, and its gradients reduced, within a step.
         in_backward: an object for each forward whose backward has begun.
-        is_kept: whether the block is not freed before the end of the step: its backward is differentiated again.
-        is_held: whether the block is not freed before the end of an evaluation.
+        stays_for_step: whether the block stays until the end of the step, since its backward is differentiated again.
+        stays_for_evaluation: whether the block stays until the end of an evaluation.
         is_whole: whether the parameters that compute uses have the values of the stored ones.
-        gradients: those that travel in one collective, for each such.
+        gradients: the gradients, one object for each collective.
     """
 
     def __init__(
         self,
-        held: Sequence[HeldParameter],
+        members: Sequence[PlacedParameter],
         group_of: Callable[[nn.Parameter], AxisGroup],
         context: ParallelContext,
         scope: str,
         stage: int,
         offload: bool,
     ) -> None:
-        self.params = [one.param for one in held]
-        self._held, self._stage = held, stage
+        self.params = [member.param for member in members]
+        self._members, self._stage = members, stage
         self.is_transient = stage == 3 and scope != "step"
         self.frees_after_forward = stage == 3 and scope == "matmul"
         with as_shards():
             self._flats = [
                 FlatRows(params, group, context, dtypes, stage, offload)
-                for group, params, dtypes in _travelling_together(held, group_of, context)
+                for group, params, dtypes in _by_collective(members, group_of, context)
             ]
         self.stored = {param: stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
-        self.summed = self.stored | {param: own for each in self.gradients for param, own in each.summed.items()}
+        self.summed = self.stored | {param: own for rows in self.gradients for param, own in rows.summed.items()}
         self.in_backward: list[object] = []
-        self.is_held = self.is_kept = False
+        self.stays_for_evaluation = self.stays_for_step = False
         self.is_whole = self._is_placed = True
-        #: forwards whose backward has not run
+        #: the number of forwards whose backward has not run
         self._num_awaited = 0
         self._gathers: list[Pending] = []
         self.release()
 
     def start_gather(self) -> None:
-        """Start to make the parameters whole, where they are not."""
+        """Start to gather the parameters, where they are not whole."""
         if self.is_whole or self._gathers:
             return
         with as_shards(), _unrecorded():
             self._gathers = [flat.start_gather() for flat in self._flats]
 
     def gather(self) -> None:
-        """Make the parameters whole, and let the modules hold them."""
+        """Gather the parameters, and put them into the modules."""
         if not self.is_whole:
             self.start_gather()
             self._finish_gather()
         if not self._is_placed:
-            for one in self._held:
-                _put(one.places, one.param)
+            for member in self._members:
+                _put(member.places, member.param)
             self._is_placed = True
 
     def _finish_gather(self) -> None:
@@ -117,15 +122,15 @@ class ShardedBlock:
         self.is_whole = True
 
     def drop_gather(self) -> None:
-        """A gather that was started is not wanted any more: wait for it, and free what has come."""
+        """Wait for a gather that was started and is not needed, and free its parameters."""
         if self._gathers:
             self._finish_gather()
             self.release()
 
     def release(self) -> None:
-        """Let the modules hold the stored parameters, and free the gathered ones, or keep their memory only.
+        """Put the stored parameters into the modules, and free the gathered ones; below stage 3, keep their memory.
 
-        What is kept is not relied on: an optimizer, a load or a user may have written to the stored rows.
+        The values in that memory are not used again, since the stored rows may change.
         """
         self.unplace()
         if not self.is_whole:
@@ -138,37 +143,37 @@ class ShardedBlock:
         self.is_whole = False
 
     def unplace(self) -> None:
-        """Let the modules hold the stored parameters."""
+        """Put the stored parameters into the modules."""
         if self._is_placed:
-            for one in self._held:
-                _put(one.places, self.stored[one.param])
+            for member in self._members:
+                _put(member.places, self.stored[member.param])
             self._is_placed = False
 
     def after_forward(self) -> None:
-        """A forward that a backward may follow is over."""
-        if self.in_backward:  # activation checkpointing has recomputed it: its backward is next
+        """Release the block after a forward, where its scope says so."""
+        if self.in_backward:  # activation checkpointing has recomputed the forward: its backward is next
             return
         if torch.is_grad_enabled():
             self._num_awaited += 1
         self._release_by_scope()
 
     def after_backward(self, call: object) -> None:
-        """The backward of one forward is over."""
+        """Release the block after the backward of one forward, where its scope says so."""
         self.in_backward.remove(call)
         self._num_awaited -= 1
         if not self.in_backward:
-            self.is_held = False
+            self.stays_for_evaluation = False
             self._release_by_scope()
 
     def _release_by_scope(self) -> None:
         is_done = self.frees_after_forward or not self._num_awaited
-        if self.is_transient and is_done and not (self.is_held or self.is_kept):
+        if self.is_transient and is_done and not (self.stays_for_evaluation or self.stays_for_step):
             self.release()
 
     def end_step(self) -> None:
-        """All backwards of a step, or all forwards of an evaluation, are over."""
+        """Release the block after all backwards of a step, or all forwards of an evaluation."""
         self.in_backward.clear()
-        self.is_held = self.is_kept = False
+        self.stays_for_evaluation = self.stays_for_step = False
         self._num_awaited = 0
         self.drop_gather()
         self.release()
@@ -180,18 +185,19 @@ def _put(places: Iterable[Place], param: nn.Parameter) -> None:
 
 
 def _unrecorded() -> AbstractContextManager[object]:
-    """What moves parameters is no part of what a recorder (of selective activation checkpointing, say) is to see."""
+    """Return a context that hides gathers from a recorder of operations (selective activation checkpointing, say)."""
     return _disable_current_modes() if is_recorded() else nullcontext()
 
 
-def _travelling_together(
-    held: Iterable[HeldParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
+def _by_collective(
+    members: Iterable[PlacedParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
 ) -> Iterator[tuple[AxisGroup, list[nn.Parameter], Dtypes]]:
-    """Parameters of the same ranks and dtypes, on CPU as many as fit a slot of shared memory."""
+    """Yield parameters that travel together: of the same ranks and dtypes, on CPU what fits in a shared-memory slot."""
     kinds: dict[tuple[AxisGroup, Dtypes, bool], list[nn.Parameter]] = {}
-    for one in held:
-        dtypes = Dtypes.of(one.param, context.precision, is_product=one.is_product)
-        kinds.setdefault((group_of(one.param), dtypes, one.param.requires_grad), []).append(one.param)
+    for member in members:
+        param = member.param
+        dtypes = Dtypes.of(param, context.precision, is_product=member.is_product)
+        kinds.setdefault((group_of(param), dtypes, param.requires_grad), []).append(param)
     for (group, dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
         chunk: list[nn.Parameter] = []

@@ -17,29 +17,30 @@ from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.gathered_weights import run_grad_hooks
 
-#: how many reduce-scatters may be under way: what has been given to one is freed when it is done
-_MOST = 2
+#: the most reduce-scatters under way, each of which keeps its input alive
+_MAX_REDUCTIONS = 2
 
 
 class Zero(Strategy):
-    """Each rank along data and sequence stores rows of every parameter, and updates them; exact.
+    """ZeRO: each rank along data and sequence stores rows of every parameter, and updates them. It is exact.
 
-    | stage | kept by rows | whole |
+    | stage | stored by rows | whole |
     |---|---|---|
     | 1 | optimizer state | parameters; gradients until the step ends |
     | 2 | and gradients | parameters; the gradients of a block until they are reduced |
     | 3 | and parameters | the parameters of a block while it runs; those of the root block for the step |
 
-    A gradient is reduced to rows over these axes, and summed over the others on the rows. Along data, all ranks share
-    the rows, or, where the context has the axes ``replicate`` and ``shard``, those along ``shard`` (HSDP, 2304.11277).
+    A gradient is reduce-scattered to rows over these axes, and the rows are summed over the other axes. Along data all
+    ranks share the rows, or those along ``shard`` where the context has the axes ``replicate`` and ``shard`` (HSDP,
+    2304.11277).
 
-    The gradients of a block that is freed within a step are reduced at the end of each of its backwards, or when its
-    weight gradients have been made, where a schedule makes them apart. Those of other blocks once in a step: in the
-    order of backward, as soon as the stage's last one has made them. All ranks reduce in the same order.
+    The gradients of a block that is freed within a step are reduced at the end of each of its backwards, or of its
+    wgrad where a schedule splits backwards. Those of other blocks are reduced once in a step, in the order of backward,
+    as soon as the stage's last backward has made them. All ranks reduce in the same order.
 
     Args:
         stage: 1, 2 or 3.
-        offload: rows, and with them the optimizer's state, are in the memory of the host.
+        offload: whether rows, and with them the optimizer's state, are in the memory of the host.
     """
 
     def __init__(self, stage: int, offload: bool = False) -> None:
@@ -61,15 +62,15 @@ class Zero(Strategy):
         self._rest = GradientReduction(summed, self.summed_axes)
         self._order = list(by_stage)
         self._stage_of = {id(param): stage for stage, params in by_stage.items() for param in params}
-        #: of each stage the gradients that are reduced in each backward, and those that are once in a step
+        #: stage -> the gradients that are reduced in each backward, and those that are reduced once in a step
         self._transient: dict[int, list[RowGradients]] = {stage: [] for stage in by_stage}
         self._once: dict[int, list[RowGradients]] = {stage: [] for stage in by_stage}
-        #: of a parameter whose gradients are reduced once in a step
+        #: id of a parameter -> its gradients, where they are reduced once in a step
         self._reduced_with: dict[int, RowGradients] = {}
         self._block_of = {one: block for block in store.blocks for one in block.gradients}
         for block in reversed(store.blocks):  # the order in which gradients are complete
             for one in block.gradients:
-                # stages are reduced in their order: with the last of those that its parameters belong to
+                # stages are reduced in their order, and these gradients with the last stage of their parameters
                 stage = max((self._stage_of[id(param)] for param in one.params), key=self._order.index)
                 (self._transient if block.is_transient else self._once)[stage].append(one)
                 if not block.is_transient:
@@ -79,11 +80,11 @@ class Zero(Strategy):
                         parts.closing.callback(hook.remove)
         store.runs.on_backward = self._on_backward
         self._started: deque[RowGradients] = deque()
-        #: of parameters whose gradient the last backward has made
+        #: ids of parameters whose gradient the last backward has made
         self._complete: set[int] = set()
-        #: the stage whose last backward has begun
-        self._armed: int | None = None
-        #: how many of a stage's reductions have been started, and how many stages have been
+        #: the stage whose last backward of the step runs
+        self._current: int | None = None
+        #: the number of reductions of each stage that have been started, and of stages whose reductions all have
         self._num_started = dict.fromkeys(by_stage, 0)
         self._num_stages = 0
 
@@ -92,24 +93,24 @@ class Zero(Strategy):
             self._start(self._transient[stage])
 
     def last_backward(self, stage: int) -> None:
-        self._armed = stage
+        self._current = stage
 
     def reduce(self, stage: int) -> None:
-        # what a backward of a backward has made
-        self._start([one for one in self._transient[stage] if self._block_of[one].is_kept])
+        # those of blocks whose backward was differentiated again
+        self._start([one for one in self._transient[stage] if self._block_of[one].stays_for_step])
         self._start(self._once[stage][self._num_started[stage] :])
         self._num_started[stage] = len(self._once[stage])
-        self._armed = None
+        self._current = None
         self._num_stages += 1
 
     def finish(self) -> None:
-        """Wait for the sums, and give each parameter its own; hooks on them are called."""
+        """Wait for the sums, set the gradient of each parameter, and call the hooks on it."""
         for one in self._gradients():
             one.wait()
-            if one.are_freed and (left := [param for param in one.params if param.grad is not None]):
-                raise gradient_in_parts(left[0])
+            if one.are_freed and (late := [param for param in one.params if param.grad is not None]):
+                raise gradient_in_parts(late[0])
             one.free()
-            one.give_sums()
+            one.set_sums()
             for param in one.params:
                 summed = one.summed[param]
                 if summed.grad is not None:
@@ -127,20 +128,20 @@ class Zero(Strategy):
         return [one for stage in self._order for one in (*self._transient[stage], *self._once[stage])]
 
     def _on_backward(self, block: ShardedBlock) -> None:
-        # a backward that a user runs between steps is no part of one
-        if self.store.runs.is_running and not self.store.weights.deferral.is_active and not block.is_kept:
+        # a user may run backwards between steps, which are not reduced
+        if self.store.runs.is_running and not self.store.weights.deferral.is_active and not block.stays_for_step:
             self._start(block.gradients)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        stage = self._armed
+        stage = self._current
         if stage is None or self._stage_of[id(param)] != stage:
             return
         one, several, begin = self._reduced_with[id(param)], self._once[stage], self._num_started[stage]
         if one in several[:begin]:
             raise gradient_in_parts(param)
         self._complete.add(id(param))
-        # stages before this one start theirs first; beside blocks that are gathered and reduced meanwhile, the order
-        # would not be that of other ranks, where one of them uses what another does not
+        # stages before this one start theirs first. Beside transient blocks, which are gathered and reduced meanwhile,
+        # the order could differ between ranks that use different parameters
         if stage != self._order[self._num_stages] or self._transient[stage]:
             return
         end = begin
@@ -155,7 +156,7 @@ class Zero(Strategy):
                 if one in self._started:
                     one.wait()
                     self._started.remove(one)
-                elif len(self._started) == _MOST:
+                elif len(self._started) == _MAX_REDUCTIONS:
                     self._started.popleft().wait()
                 one.start()
                 self._started.append(one)

@@ -1,6 +1,6 @@
-"""What a rank holds under ZeRO, in bytes: a formula over sizes, no torch.
+"""The bytes that a rank stores under ZeRO, as a formula over sizes. No torch.
 
-Of the parameters of a rank (its stages, its tensor-parallel shards), W bytes whole, over which n ranks share rows:
+The parameters of a rank (its stages, its tensor-parallel shards) have W bytes; n ranks share their rows:
 
 | bytes, at most | stage 1 | stage 2 | stage 3 |
 |---|---|---|---|
@@ -11,9 +11,9 @@ Of the parameters of a rank (its stages, its tensor-parallel shards), W bytes wh
 | whole gradients in a step | W | W | root and one block; ``step``: W |
 | optimizer, k states | k W/n | k W/n | k W/n |
 
-Rows are cut in dim 0, and each rank has as many: W/n is rounded up to whole rows. Stages 1 and 2 have stored rows
-beside the whole parameters, too, for what is cast, offloaded, or holds several logical parameters (fused query, key
-and value). The root block is what belongs to no block of the model, or to several; it stays for the step.
+Rows are cut in dim 0, equally many for each rank, so W/n is rounded up to whole rows. Stages 1 and 2, too, have stored
+rows beside the whole parameters where these are cast, offloaded, or consist of several logical parameters (fused query,
+key and value). The root block has the parameters of no block, or of several; it stays whole for the step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """A parameter as a rank computes with it.
+    """The size of a parameter as a rank computes with it.
 
     Attributes:
-        shape: whole, on this rank.
-        rows: of each logical parameter in it, in dim 0.
-        ranks: that share its rows.
-        computed, stored, gradient: bytes of an element.
+        shape: its whole shape on this rank.
+        rows: the rows, in dim 0, of each logical parameter in it.
+        ranks: the number of ranks that share its rows.
+        computed: bytes of an element in compute.
+        stored: bytes of a stored element.
+        gradient: bytes of an element of its gradient.
+        is_trainable: whether it gets a gradient.
     """
 
     shape: tuple[int, ...]
@@ -50,26 +53,26 @@ class ParameterSize:
 
     @cached_property
     def elements_per_rank(self) -> int:
-        """Of the rows that one rank stores, with the padding of the last ones."""
+        """The elements of the rows that one rank stores, with padding."""
         return sum(-(-rows // self.ranks) for rows in self.rows) * math.prod(self.shape[1:])
 
     def is_view(self, stage: int, offload: bool) -> bool:
-        """Whether the stored rows are a view of the whole parameter."""
+        """Return whether the stored rows are a view of the whole parameter."""
         return stage < 3 and not offload and len(self.rows) == 1 and self.computed == self.stored
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes of one rank; see the table.
+    """The bytes of one rank; see the table.
 
     Attributes:
         stored: rows that are no views of whole parameters; on the host where they are offloaded.
-        whole: parameters between steps.
-        whole_peak: parameters at most during a step.
-        gradients: between steps.
-        gradients_peak: whole ones at most during a step of several microbatches. Their sums come beside them, and,
-            where they do not travel through shared memory, up to two buffers that are being reduced.
-        optimizer: its states.
+        whole: whole parameters between steps.
+        whole_peak: the peak of whole parameters in a step.
+        gradients: gradients between steps.
+        gradients_peak: the peak of whole gradients in a step of several microbatches. Their sums come on top, and up to
+            two buffers that are being reduced, unless they travel through shared memory.
+        optimizer: the optimizer's states.
     """
 
     stored: int
@@ -89,17 +92,19 @@ def zero_memory(
     states: int = 2,
     offload: bool = False,
 ) -> ZeroMemory:
-    """The memory of a rank.
+    """Return the memory of a rank.
 
     Args:
-        blocks, root: the parameters of each block, in the order in which they run, and of the root block. Parameters
-            without dims are not cut and not counted; under stages 1 and 2 the same holds for those that get no
-            gradient.
+        blocks: the parameters of each block, in the order in which the blocks run. Scalars are not cut and not counted,
+            nor are frozen parameters under stages 1 and 2.
+        root: the parameters of the root block.
+        stage: 1, 2 or 3.
         scope: ``parallel.tensor.weights``.
-        states: tensors of a parameter's size that the optimizer keeps: AdamW 2, SGD with momentum 1.
+        states: the number of tensors of a parameter's size in the optimizer: AdamW 2, SGD with momentum 1.
+        offload: whether the stored rows are on the host.
     """
-    held = [[one for one in block if one.shape and (stage == 3 or one.is_trainable)] for block in (*blocks, root)]
-    every = [one for block in held for one in block]
+    cut = [[one for one in block if one.shape and (stage == 3 or one.is_trainable)] for block in (*blocks, root)]
+    every = [one for block in cut for one in block]
 
     def whole(params: Sequence[ParameterSize]) -> int:
         return sum(
@@ -115,17 +120,17 @@ def zero_memory(
     return ZeroMemory(
         stored=sum(one.elements_per_rank * one.stored for one in every if not one.is_view(stage, offload)),
         whole=whole(every) if stage < 3 else 0,
-        whole_peak=_root_and_two(held, whole) if frees else whole(every),
+        whole_peak=_root_and_two(cut, whole) if frees else whole(every),
         gradients=sum(one.elements_per_rank * one.stored for one in trainable),
-        gradients_peak=gradients(root) + max(map(gradients, held[:-1]), default=0)
+        gradients_peak=gradients(root) + max(map(gradients, cut[:-1]), default=0)
         if stage == 3 and scope != "step"
         else gradients(every),
         optimizer=states * sum(one.elements_per_rank * one.stored for one in trainable),
     )
 
 
-def _root_and_two(held: Sequence[Sequence[ParameterSize]], size: Callable[[Sequence[ParameterSize]], int]) -> int:
-    """Of the root block and the largest two that follow each other."""
-    *blocks, root = [size(block) for block in held]
+def _root_and_two(cut: Sequence[Sequence[ParameterSize]], size: Callable[[Sequence[ParameterSize]], int]) -> int:
+    """Return the size of the root block and of the largest two consecutive blocks."""
+    *blocks, root = [size(block) for block in cut]
     pairs = [one + other for one, other in pairwise(blocks)] or blocks or [0]
     return root + max(pairs)
