@@ -24,7 +24,7 @@ from colossus.config.overrides import apply_overrides
 from colossus.config.plans import resolve_sizes, world_size
 from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
-from colossus.launch.checks import check_given
+from colossus.launch.checks import check_required
 from colossus.picture import FORMATS, check_picture
 from colossus.planner.fixed_keys import SECTIONS, FixedKeys
 from colossus.planner.search_result import SearchResult
@@ -197,7 +197,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         return opened
 
     config = load_config(arguments.file, arguments.overrides, choose=leave_open)
-    check_given(config)
+    check_required(config)
     sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
     words = [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
     keep = fixed | apply_overrides({}, words)

@@ -14,7 +14,7 @@ from colossus.compare.variants import check_plan, make_all, unique_texts
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.launch import run_folder
-from colossus.launch.checks import check_given
+from colossus.launch.checks import check_required
 from colossus.launch.resume import AUTO
 
 #: checkpoints are in the run folders; metrics count bytes; a run that was stopped resumes
@@ -100,7 +100,7 @@ def make_jobs(
         mine += plan_overrides(plan) if plan is not None else []
         mine += strategy_overrides(strategy) if strategy is not None else []
         config = load_config(file, mine, nproc)
-        check_given(config)
+        check_required(config)
         if config.checkpoint.resume not in (None, AUTO):
             raise ConfigError(
                 f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "

@@ -21,7 +21,7 @@ from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
 from colossus.config.plans import describe_plan, describe_processes, world_size
 from colossus.launch import command
-from colossus.launch.checks import check_given, describe_device, is_on_cuda
+from colossus.launch.checks import check_required, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
 from colossus.progress import progress
 
@@ -116,7 +116,7 @@ def run(
 
 def _load(file: str, overrides: Sequence[str]) -> Config:
     config = load_config(file, overrides)
-    check_given(config)
+    check_required(config)
     if num_servers(config, 1):
         raise ConfigError(
             f"parallel.strategy = {config.parallel.strategy.type!r} needs parameter servers, which bench does not "

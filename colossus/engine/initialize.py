@@ -177,7 +177,7 @@ def _build_model(
         if groups is not None:
             groups.set_apart([table.name for table in tables.untied], name="tables")
         found.append(WholeModel(num_parameters(whole), routers_of(whole), groups))
-        require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=has_optimizer)
+        require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_custom=has_optimizer)
         strategy.check_tables(tables)
         pipeline.split(whole)
         strategy.prepare(whole, context)

@@ -1,4 +1,4 @@
-"""Advice where a run has met a limit of its machine: memory, open files, the disk. No torch."""
+"""Advice for a run that has met a limit of its machine: memory, open files or the disk. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from colossus import machine
 from colossus.config import Config
 from colossus.launch.failures import OPEN_FILES_ERROR
 
-#: of torch's allocators, CUDA, cuBLAS and cuDNN
+#: words in errors of torch's allocators, CUDA, cuBLAS and cuDNN
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
 _DISK_ERRORS = tuple(map(os.strerror, machine.DISK_IS_FULL))
 
 
 def advise(messages: Sequence[str], config: Config, step: int | None, folder: Path | None) -> str:
-    """Return lines on what to do about an error; none where it is not of a limit.
+    """Return lines on what to do about an error; empty where it does not come from a limit of the machine.
 
     Args:
-        messages: of the error, and of those behind it.
-        step: that was running, None before the first.
-        folder: of the run.
+        messages: the messages of the error and of its causes.
+        config: the config of the run.
+        step: the step that was running, None before the first.
+        folder: the run folder.
     """
     if is_out_of_memory(messages):
         return memory_advice(config, " ".join(messages), step)
@@ -36,7 +37,7 @@ def advise(messages: Sequence[str], config: Config, step: int | None, folder: Pa
 
 
 def open_files_advice() -> str:
-    """Return how many files a process may open, and how that is raised."""
+    """Return the limit of open files, and how to raise it."""
     return (
         f"a process may open {machine.open_files()} files here (ulimit -n), which are too few: each group of ranks and "
         f"each peer takes some.\nRaise the hard limit: ulimit -Hn 65536, LimitNOFILE= of a service, docker run "
@@ -45,13 +46,13 @@ def open_files_advice() -> str:
 
 
 def has_few_open_files() -> bool:
-    """Return whether the limit of open files is one that a usual plan may meet."""
+    """Return whether a usual plan may meet the limit of open files."""
     limit = machine.open_files()
     return limit is not None and limit < machine.FEW_OPEN_FILES
 
 
 def _disk_advice(folders: Iterable[str | os.PathLike[str] | None]) -> str:
-    """Return which of these folders are on a disk that is full."""
+    """Return a line that names those of the folders whose disk is full."""
     full = []
     for folder in folders:
         if (
@@ -64,16 +65,17 @@ def _disk_advice(folders: Iterable[str | os.PathLike[str] | None]) -> str:
 
 
 def is_out_of_memory(messages: Iterable[str]) -> bool:
-    """Return whether an error, or one behind it, says so."""
+    """Return whether an error, or a cause of it, is of memory that has run out."""
     return any(word in message for message in messages for word in _MEMORY_ERRORS)
 
 
 def memory_advice(config: Config, message: str, step: int | None) -> str:
-    """Return lines on what takes less memory than this config, most useful first.
+    """Return lines on changes of this config that take less memory, the most useful first.
 
     Args:
-        message: of the error, which has the numbers.
-        step: that was running, None before the first.
+        config: the config of the run.
+        message: the message of the error, which has the numbers.
+        step: the step that was running, None before the first.
     """
     train, parallel, microbatches = config.train, config.parallel, config.schedule.microbatches
     data, stage, size = parallel.data or 1, parallel.zero.stage, parallel.tensor.size

@@ -1,7 +1,7 @@
-"""One agent per node: starts this node's ranks and servers, waits for their end, or ends them.
+"""The agent of a node, which starts the node's ranks and servers, waits for their end, or ends them.
 
-How long a rank may take after a stop signal it knows itself (`stop.StopSignals`), and it ends itself then: the launcher
-only looks whether it gives signs of life.
+After a stop signal a rank ends itself at the end of its grace period (`stop.StopSignals`). The launcher only watches
+its heartbeats.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from colossus.launch.servers import Servers, num_servers
 from colossus.launch.stop import STOP_SIGNALS, RankFiles, made_rank_files
 
 RECORD_SECONDS = 0.5
-"""From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+"""The time from the first failed rank to the stop signal: the culprit may still write its record when a victim ends."""
 
 _LOOK_SECONDS = 0.1
-#: between two looks whether nodes have come
+#: the interval at which the first node looks for new nodes
 _NEWCOMERS_SECONDS = 1.0
 
 
 class Job(NamedTuple):
-    """What is the same on this node in all attempts of a run.
+    """The facts of a run that are the same in all of its attempts on this node.
 
     Attributes:
-        plan: of so many nodes that are there: a plan, and how many of them it needs.
-        rendezvous: where the nodes meet, None where there is one.
+        plan: a function of the number of nodes that returns a plan and the number of nodes that it uses.
+        config_path: the config file.
+        local_ranks: the ranks of each node.
+        rendezvous: the rendezvous of the nodes; None where there is one node.
     """
 
     plan: Callable[[int], tuple[Planned, int]]
@@ -51,15 +53,16 @@ class Job(NamedTuple):
 
 
 def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> Outcome:
-    """Start this node's workers and wait until all have ended. Inside of `kept_signals`.
+    """Start this node's workers and wait until all have ended. Called inside `restored_signals`.
 
     Args:
-        restarts: where the attempt begins, and its number.
-        before: how the attempt before has ended.
+        job: the work of this node.
+        restarts: the beginning of the attempt, and its number.
+        before: the outcome of the attempt before.
 
     Raises:
-        RuntimeError: when the nodes do not meet (elastic's RendezvousError).
-        ConfigError: on all nodes, when the run folder cannot be used.
+        RuntimeError: the nodes do not meet (elastic's RendezvousError).
+        ConfigError: on all nodes, where the run folder cannot be used.
     """
     outcome = Outcome(folder=restarts.folder)
     with made_rank_files() as files:
@@ -78,7 +81,7 @@ def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> 
 
 
 class _Stopped(Exception):
-    """The launcher got this signal."""
+    """The exception of a stop signal in the launcher."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -86,8 +89,8 @@ class _Stopped(Exception):
 
 
 @contextmanager
-def kept_signals() -> Iterator[None]:
-    """Whatever stop signals do inside, afterwards they do what they did."""
+def restored_signals() -> Iterator[None]:
+    """Restore the handlers of the stop signals at the end of the block."""
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         yield
@@ -97,9 +100,9 @@ def kept_signals() -> Iterator[None]:
 
 
 def _let_signals_raise(outcome: Outcome) -> None:
-    """Let the first stop signal raise `_Stopped`; another, while that is handled, is noted in the outcome.
+    """Let the first stop signal raise `_Stopped`, and another one be noted in the outcome.
 
-    One that is ignored (under nohup, say) stays so.
+    A signal that is ignored (under nohup, say) stays so.
     """
 
     def stop(signum: int, frame: object) -> None:
@@ -121,7 +124,7 @@ class _Agent:
         """Start the ranks, and wait until all have ended.
 
         Args:
-            before: number of this node in the attempt before.
+            before: the number of this node in the attempt before, or None.
         """
         outcome = self._outcome
         try:
@@ -129,7 +132,7 @@ class _Agent:
             while not self._is_over():
                 time.sleep(_LOOK_SECONDS)
             deadline = time.monotonic() + RECORD_SECONDS
-            while self._processes.running() and time.monotonic() < deadline:  # perhaps about to end, and to say why
+            while self._processes.running() and time.monotonic() < deadline:  # a rank may be writing its record
                 self._processes.note_exits()
                 time.sleep(0.02)
         except _Stopped as stop:
@@ -144,17 +147,17 @@ class _Agent:
         if job.rendezvous is not None:
             self._nodes = Nodes(job.rendezvous, before)
             outcome.node = self._nodes.node
-        (config, overrides, told), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
+        (config, overrides, lines), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
         ranks = range(job.local_ranks) if self._nodes is None else self._nodes.share(num_nodes, job.local_ranks)
         outcome.config, outcome.is_spare = config, not ranks
         folder, resume, address, port = self._agree()
         outcome.folder = folder
-        if told and outcome.node in (None, 0):
-            print("\n".join(told), flush=True)
+        if lines and outcome.node in (None, 0):
+            print("\n".join(lines), flush=True)
         if number := num_servers(config, num_nodes):
             self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
         words = (str(folder), resume or "", job.config_path, *overrides)
-        variables = {  # as torchrun sets them
+        variables = {  # those that torchrun sets
             "WORLD_SIZE": str(num_nodes * job.local_ranks),
             "LOCAL_WORLD_SIZE": str(job.local_ranks),
             "MASTER_ADDR": address,
@@ -170,11 +173,11 @@ class _Agent:
             self._nodes.watch()
 
     def _agree(self) -> tuple[Path, str | None, str, int]:
-        """The run folder, what the ranks resume from, host and port of their store; the first node makes all that."""
+        """Return the run folder, the ranks' checkpoint, and host and port of their store, made by the first node."""
 
         def begin() -> Any:
             host = self._nodes.address if self._nodes is not None else "127.0.0.1"
-            if not machine.is_reachable(host):  # torch's store would try for minutes
+            if not machine.is_reachable(host):  # torch's store would retry for minutes
                 raise RuntimeError(
                     f"this machine does not reach its own address {host}: is its interface down? (`ip link set lo up`, "
                     f"of the loopback)"
@@ -182,30 +185,30 @@ class _Agent:
             # the kernel picks a free port
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             try:
-                started = self._restarts.begin()
+                start = self._restarts.begin()
             except ConfigError as error:
                 return "", None, [host, self._store.port], None, error.problems
-            folder = str(started.folder if self._nodes is None else started.folder.resolve())
-            return folder, started.resume, [host, self._store.port], self._restarts.tell(), []
+            folder = str(start.folder if self._nodes is None else start.folder.resolve())
+            return folder, start.resume, [host, self._store.port], self._restarts.history(), []
 
-        made = begin() if self._nodes is None else self._nodes.from_first("begin", begin)
-        folder, resume, (address, port), known, problems = made
+        agreed = begin() if self._nodes is None else self._nodes.from_first("begin", begin)
+        folder, resume, (address, port), history, problems = agreed
         if problems:
             raise ConfigError(problems)
-        self._restarts.hear(Path(folder), known)
+        self._restarts.receive_history(Path(folder), history)
         return Path(folder), resume, address, port
 
     def _is_over(self) -> bool:
-        """Whether all ranks here have ended, or those that run are to be ended."""
+        """Return whether all ranks here have ended, or those that still run must be ended."""
         self._processes.note_exits()
-        if self._others_have_failed() or self._newcomers_wait():  # asked first: it is why ranks have ended
+        if self._others_have_failed() or self._newcomers_wait():  # first, since it may be why ranks here have ended
             return True
         if self._nodes is not None and self._outcome.is_spare:
             return self._nodes.has_ended
         return not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values())
 
     def _newcomers_wait(self) -> bool:
-        """Whether the ranks of all nodes are to be stopped, since nodes have come. The first node looks."""
+        """Return whether all ranks must be stopped, since new nodes can take part; only the first node looks."""
         nodes, now = self._nodes, time.monotonic()
         if nodes is None or nodes.node != 0 or now - self._looked < _NEWCOMERS_SECONDS:
             return False
@@ -215,14 +218,14 @@ class _Agent:
         return self._outcome.regroups
 
     def _others_have_failed(self, *, but_stops: bool = False) -> bool:
-        """Whether a server of this node has ended before its time, or another node is in trouble."""
+        """Return whether a server of this node has died, or another node is in trouble."""
         self._outcome.server = self._outcome.server or self._servers.failure()
         if self._outcome.server is not None:
             return True
         return self._nodes is not None and self._nodes.has_trouble(but_stops=but_stops)
 
     def conclude(self) -> None:
-        """Tell the other nodes how the ranks here ended, and hear how theirs did. The store's node leaves last."""
+        """Report the end of this node's ranks to the other nodes, and receive theirs. The store's node leaves last."""
         nodes, outcome = self._nodes, self._outcome
         folders = [] if outcome.folder is None else [self._files, outcome.folder]
         records = itertools.chain.from_iterable(map(failures.read_all, folders))

@@ -1,4 +1,4 @@
-"""A run as attempts one after the other: the first, and those that follow a failure, or nodes that have come."""
+"""A run as a sequence of attempts: another one follows a failure, or nodes that have joined."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from colossus.config import Config
 from colossus.context.grid import build_grid
-from colossus.launch.agent import Job, kept_signals, run_workers
+from colossus.launch.agent import Job, restored_signals, run_workers
 from colossus.launch.lasting_output import lasting_output
-from colossus.launch.memory_folder import made_memory_folder
+from colossus.launch.memory_folder import memory_folder
 from colossus.launch.outcome import Outcome
 from colossus.launch.report import report
 from colossus.launch.restarts import Restarts
@@ -17,21 +17,24 @@ from colossus.launch.resume import RunStart
 
 @lasting_output()
 def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int:
-    """Run this node's workers until they are through, or have failed for the last time; print how each attempt ended.
+    """Run this node's workers until they have finished, or have failed for the last time; report on each attempt.
 
     Args:
-        config: resolved, for as many nodes as there may be.
-        begin: makes and locks the run folder, and says from which checkpoint the run goes on. Called on the first node.
+        job: the work of this node.
+        config: the resolved config for the largest number of nodes.
+        begin: makes and locks the run folder, and returns the checkpoint from which the run resumes. Called on the
+            first node.
 
     Returns:
         The exit code of the last attempt.
 
     Raises:
-        RuntimeError, ConfigError: as `run_workers`.
+        RuntimeError: see `run_workers`.
+        ConfigError: see `run_workers`.
     """
     restarts = Restarts(config, begin)
     outcome: Outcome | None = None
-    with kept_signals(), made_memory_folder(config):
+    with restored_signals(), memory_folder(config):
         try:
             while True:
                 outcome = run_workers(job, restarts, outcome)

@@ -1,4 +1,4 @@
-"""What is checked before a process starts: schedule, model, weights, data, devices. No torch until it is needed."""
+"""The checks before a process starts: schedule, model, weights, data, devices. No torch until it is needed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ from colossus.schedule.build import make_schedule
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders
 
-#: samples of a dataset that are looked at
+#: the number of a dataset's samples that are checked
 _SAMPLES = 16
 
 
-def check_given(config: Config) -> None:
-    """That a config which is launched by itself names a model and data, and has what its hooks need.
-
-    Raises:
-        ConfigError: for each thing that it lacks.
-    """
+def check_required(config: Config) -> None:
+    """Raise ConfigError unless a config that is launched by itself names a model and data, and what its hooks need."""
     lines = {"model": "model = dict(type='GPT', ...), or your own class", "data": "data = dict(type='PythonStdlib')"}
     missing = [f"{key}: the config has none: {line}" for key, line in lines.items() if getattr(config, key) is None]
     for number, hook in enumerate(config.hooks):
@@ -46,10 +42,13 @@ def check_given(config: Config) -> None:
 
 
 class ModelInfo(NamedTuple):
-    """Number of parameters of the model and of rank 0's shards of it, a line for each pipeline stage, and one for each
-    pattern of ``optimizer.groups``.
+    """The facts of a model under a plan.
 
-    What rank 0 holds is None where the run decides it, which looks at the data first (owners of tables).
+    Attributes:
+        num_parameters: the parameters of the whole model.
+        num_local_parameters: those of rank 0's shards; None where the constructor fails before they are known.
+        stages: a line for each pipeline stage.
+        group_rules: a line for each pattern of ``optimizer.groups``.
     """
 
     num_parameters: int
@@ -62,19 +61,18 @@ def check_model(config: Config) -> ModelInfo | None:
     """Build rank 0's shards of the model on the meta device, under a context that connects to no other rank.
 
     Returns:
-        None when the config has no model, or when its constructor fails for another reason than a size or an option:
-        the ranks raise that with a traceback.
+        None where the config has no model, or its constructor fails for another reason than a size or an option; the
+        ranks raise such an error with a traceback.
 
     Raises:
-        ConfigError: for what the layers refuse, for stages that cannot be cut out of the model, for the first wrong
-            action of a schedule, and for what the optimizer refuses of its options and groups.
+        ConfigError: a layer, the partition into stages, the schedule or the optimizer refuses its options.
     """
     schedule = config.schedule
     try:
         make_schedule(schedule.type, config.parallel.pipeline.size, schedule.microbatches, **schedule.options)
     except ValueError as error:
         raise ConfigError([f"schedule: {error}"], config.source) from error
-    # torch is imported here, once the config is known to be right in itself: it takes seconds
+    # torch is imported here, after the checks that do not need it, since that takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
@@ -103,7 +101,7 @@ def check_model(config: Config) -> ModelInfo | None:
                 rules.extend(groups.met)
             tables = survey(model, context)  # type: ignore[arg-type]
             try:
-                require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
+                require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_custom=False)
                 strategy.check_tables(tables)
                 if config.train.on_spike is not None:
                     require_one_loss(strategy)
@@ -120,22 +118,20 @@ def check_model(config: Config) -> ModelInfo | None:
         raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
     except Exception:
         return ModelInfo(total, None) if total else None
-    held = sum(parameter.numel() for parameter in model.parameters())
+    num_local = sum(parameter.numel() for parameter in model.parameters())
     stages = pipeline.partition.describe() if pipeline.partition is not None else []
-    return ModelInfo(total, held, tuple(stages), tuple(rules))
+    return ModelInfo(total, num_local, tuple(stages), tuple(rules))
 
 
 # -- weights --------------------------------------------------------------------------------------------------
 
 
 def check_weights(config: Config, folder: Path) -> None:
-    """Refuse what the ranks would refuse of ``checkpoint.weights``, where the model is one that Hugging Face has, too.
+    """Raise ConfigError where ``checkpoint.weights`` do not fit the model, if the model has a Hugging Face family.
 
     Args:
-        folder: in which they were found.
-
-    Raises:
-        ConfigError: what is missing, left over, of another shape.
+        config: the config of the run.
+        folder: the folder of the weights.
     """
     options, weights = model_options(config), config.checkpoint.weights
     if config.model is None or options is None or weights is None:
@@ -148,11 +144,11 @@ def check_weights(config: Config, folder: Path) -> None:
     for alias, first in family.aliases(options).items():
         names.setdefault(first, [first]).append(alias)
     parts = [part for tensor in family.tensors(options) for part in tensor.parts]
-    known = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
+    model_tensors = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
     try:
         manifest = manifest_of(folder, weights.average)
         match_weights(
-            known, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
+            model_tensors, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
             grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,
         )  # fmt: skip
     except CheckpointError as error:
@@ -163,12 +159,12 @@ def check_weights(config: Config, folder: Path) -> None:
 
 
 def check_data(config: Config) -> Loaders | None:
-    """Make the data of the first data rank, as the ranks will, and look at some of its samples.
+    """Make the data of the first data rank as the ranks will, check some of its samples, and return the loaders.
 
-    An error of a user's own data code is left to the ranks, who raise it with its traceback: None is returned then.
+    After an error in a user's own data code it returns None: the ranks will raise that error with its traceback.
 
     Raises:
-        ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
+        ConfigError: our own code refuses the data: a missing file, options, sizes, ids beyond the vocabulary.
     """
     from colossus.data.make_loaders import loaders_of
 
@@ -185,13 +181,13 @@ def check_data(config: Config) -> Loaders | None:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it was raised by this package, and not by what a user's own code does."""
+    """Return whether an error was raised by this package, and not by a user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(colossus.__file__).parent)
 
 
 def _check_samples(dataset: Any, options: Any) -> None:
-    """Of a dataset whose samples are read by number; a stream is not touched."""
+    """Check some samples of a dataset whose samples are read by number; a stream is not read."""
     from colossus.data.batch import to_tensors
     from colossus.data.tokens import TokenWindows
     from colossus.engine.inputs import model_input
@@ -248,37 +244,35 @@ def is_on_cuda(config: Config) -> bool:
 
 
 def describe_device(config: Config, local_ranks: int) -> str:
-    """``cuda (4 of 8 devices), backend nccl`` or ``cpu, backend gloo``."""
+    """Return a text on device and backend: ``cuda (4 of 8 devices), backend nccl`` or ``cpu, backend gloo``."""
     import torch
 
     from colossus.context.world import choose_backend
 
     if not is_on_cuda(config):
         return f"cpu, backend {choose_backend(config.comm.backend, 'cpu')}"
-    found = torch.cuda.device_count()
-    shared = f", shared by {local_ranks} ranks" if local_ranks > found else ""
+    num_devices = torch.cuda.device_count()
+    shared = f", shared by {local_ranks} ranks" if local_ranks > num_devices else ""
     backend = choose_backend(config.comm.backend, "cuda")
-    return f"cuda ({min(local_ranks, found)} of {found} devices{shared}), backend {backend}"
+    return f"cuda ({min(local_ranks, num_devices)} of {num_devices} devices{shared}), backend {backend}"
 
 
 def ranks_may_share(config: Config) -> bool:
-    """Whether several ranks may compute on one device: NCCL refuses that, gloo does not."""
+    """Return whether several ranks may compute on one device, which gloo allows and NCCL does not."""
     return config.comm.backend == "gloo"
 
 
 def check_devices(
     config: Config, local_ranks: int, nnodes: int = 1, *, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a device that this machine does not have, and more ranks on it than it has devices.
+    """Raise ConfigError for a device that this machine lacks, or more ranks than it has devices.
 
     Args:
-        local_ranks: of this machine.
-        nnodes: machines of the run, with as many ranks and devices.
-        environ: of a rank that torchrun or srun has started, which may be shown one device of its own; None before
-            any is started.
-
-    Raises:
-        ConfigError: with the devices, and the nearest plans for as many.
+        config: the config of the run.
+        local_ranks: the ranks of this machine.
+        nnodes: the number of machines, each with as many ranks and devices.
+        environ: the environment of a rank that torchrun or srun has started, which may see only its own device; None
+            before ranks are started.
     """
     device, backend = config.device, config.comm.backend
     if device == "cpu" and backend != "nccl":
@@ -299,17 +293,18 @@ def check_devices(
             f"device = 'cuda', but torch finds no CUDA device here ({reason}); use device='auto' or 'cpu'",
             config.source,
         )
-    found = torch.cuda.device_count()
-    if not has_cuda or ranks_may_share(config) or local_ranks <= found:
+    num_devices = torch.cuda.device_count()
+    if not has_cuda or ranks_may_share(config) or local_ranks <= num_devices:
         return
-    if environ is not None and found == 1 and may_be_of_one_rank(environ):
+    if environ is not None and num_devices == 1 and may_be_of_one_rank(environ):
         return
     where = "this machine" if nnodes == 1 else f"each of {nnodes} machines"
-    note = explain_visible(os.environ, found)
-    plans = suggestions(config, model_options(config), found * nnodes)
+    note = explain_visible(os.environ, num_devices)
+    plans = suggestions(config, model_options(config), num_devices * nnodes)
     raise ConfigError(
-        f"device: {describe_processes(local_ranks)} on {where}, but {counted(found)} here{note and f' ({note})'}: "
-        f"--nproc {found} is the most, and a plan of as many processes{plans}\n  or keep the plan with more machines "
-        f"(--nnodes), ranks that share a device (comm.backend='gloo'), to try things out, or device='cpu'",
+        f"device: {describe_processes(local_ranks)} on {where}, but {counted(num_devices)} here"
+        f"{note and f' ({note})'}: --nproc {num_devices} is the most, and a plan of as many processes{plans}\n  or "
+        f"keep the plan with more machines (--nnodes), ranks that share a device (comm.backend='gloo'), to try things "
+        f"out, or device='cpu'",
         config.source,
     )

@@ -1,6 +1,6 @@
-"""``colossus launch``: check the config, start the processes or join those that exist, report how they ended.
+"""The command ``colossus launch``: it checks the config, starts the ranks or joins those that exist, and reports.
 
-No torch until the config is known to be right.
+It imports no torch before the config is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colossus.config.plans import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
-from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
+from colossus.launch.checks import ModelInfo, check_data, check_devices, check_model, check_required, describe_device
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.report import DONE, FAILED, USAGE
 from colossus.launch.restart_checks import check_restart_keys
@@ -46,13 +46,15 @@ def run(
     """Run a config file's training.
 
     Args:
-        nproc: processes on each node; by default the product of the plan's sizes, shared out over the nodes.
+        config_path: the config file.
+        overrides: its overrides.
+        nproc: the processes of each node; by default the product of the plan's sizes, shared out over the nodes.
         run_dir: the run folder, by default ``runs/<name>-<time>``.
-        nnodes: fewest and most nodes, on each of which this command is given.
-        rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
-        resume: go on with the latest checkpoint, in its run folder (`resume.choose`).
-        dry_run: print what would be started and start nothing.
-        max_restarts: for ``launch.restarts.max``.
+        nnodes: the least and the largest number of nodes, on each of which this command runs.
+        rdzv_endpoint: ``host:port`` of one of the nodes, at which they meet.
+        resume: resume from the latest checkpoint, in its run folder (`resume.choose`).
+        dry_run: print a description of the run and start nothing.
+        max_restarts: the value of ``launch.restarts.max``.
 
     Returns:
         0 done, 1 failed at run time, 2 config or usage; 130 after SIGINT, 129 after SIGHUP, 143 after SIGTERM, SIGUSR1
@@ -71,9 +73,10 @@ def run(
             return _join(config_path, overrides, joined, nproc, run_dir, resume)
         nodes = NodeRange(*nnodes)
         planner = NodePlans(config_path, overrides, nproc, nodes, rdzv_endpoint)
-        (config, overrides, told), local_ranks = planner.of_most, planner.local_ranks
-        where = partial(choose, config, run_dir=run_dir, resume=resume)
-        origin = where() if nodes.most == 1 or dry_run else None  # else the first node looks, whichever that will be
+        (config, overrides, lines), local_ranks = planner.of_most, planner.local_ranks
+        find_origin = partial(choose, config, run_dir=run_dir, resume=resume)
+        # with several nodes the first one looks, and which that is depends on the rendezvous
+        origin = find_origin() if nodes.most == 1 or dry_run else None
         if origin is not None:
             origin.check()
         check_restart_keys(config)
@@ -81,26 +84,26 @@ def run(
         model = check_model(config)
         check_data(config)
         if dry_run:
-            print("\n".join([describe(config, model, origin, local_ranks, nodes.most), *told[1:]]))
+            print("\n".join([describe(config, model, origin, local_ranks, nodes.most), *lines[1:]]))
             return DONE
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    if told:
-        print("\n".join(told), flush=True)
+    if lines:
+        print("\n".join(lines), flush=True)
     _prepare_environment(local_ranks, nodes.most)
     try:
-        # torch's elastic is imported here: everything above answers without it
+        # torch's elastic is imported here, since errors in the config do not need it
         from colossus.launch.agent import Job
         from colossus.launch.attempts import run_attempts
         from colossus.launch.rendezvous import Rendezvous
 
-        begin = origin.take if origin is not None else lambda: where().take()
+        begin = origin.take if origin is not None else lambda: find_origin().take()
         rendezvous = None
         if nodes.most > 1:
             rendezvous = Rendezvous(rdzv_endpoint or "", nodes, config.launch.rejoin_seconds)
         return run_attempts(Job(planner.plan, config_path, local_ranks, rendezvous), config, begin)
-    except ConfigError as error:  # the run folder, of the first node
+    except ConfigError as error:  # of the run folder, on the first node
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
     except (OSError, RuntimeError) as error:
@@ -110,10 +113,10 @@ def run(
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return torch's variables when torchrun or srun has started this process as one of the ranks, else None.
+    """Return torch's variables where torchrun or srun has started this process as one of the ranks, else None.
 
     Raises:
-        ConfigError: when SLURM's variables cannot be understood; when mpirun has started it as one of several.
+        ConfigError: SLURM's variables cannot be read, or mpirun has started this process as one of several.
     """
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if all(name in environ for name in needed):
@@ -133,27 +136,30 @@ def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
 def _join(
     config_path: str, overrides: list[str], joined: dict[str, str], nproc: int | None, run_dir: str | None, resume: bool
 ) -> int:
-    """Be the rank that torchrun or srun has made of this process."""
+    """Run the rank as which torchrun or srun has started this process, and return its exit code."""
     world_size = int(joined["WORLD_SIZE"])
     try:
         if nproc is not None and str(nproc) not in (joined["WORLD_SIZE"], joined.get("LOCAL_WORLD_SIZE")):
             raise ConfigError(f"--nproc {nproc}, but torchrun or srun has started {world_size}: leave --nproc out")
         local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
-        config, overrides, told = load_planned(config_path, overrides, world_size, hosts=-(-world_size // local_ranks))
-        check_given(config)
+        config, overrides, lines = load_planned(config_path, overrides, world_size, hosts=-(-world_size // local_ranks))
+        check_required(config)
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
     except ConfigError as error:
-        if joined["LOCAL_RANK"] == "0":  # one of each node, whose files may not be those of the first
+        if joined["LOCAL_RANK"] == "0":  # one rank of each node, whose files may differ from those of the first node
             where = "" if joined["RANK"] == "0" else f" (rank {joined['RANK']} on {socket.gethostname()})"
             print(f"colossus: {error}{where}", file=sys.stderr)
         return USAGE
-    if told and joined["RANK"] == "0":
-        print("\n".join(told), flush=True)
-    does_nothing = {"launch.restarts": _restarts(config), "checkpoint.memory_every": config.checkpoint.memory_every > 0}
-    if any(does_nothing.values()) and joined["RANK"] == "0":
-        keys = " and ".join(key for key, is_given in does_nothing.items() if is_given)
-        said = f"{keys}: without effect under torchrun and srun, which have restarts of their own"
-        print(f"colossus: {said} (with checkpoint.resume=auto they go on)", file=sys.stderr)
+    if lines and joined["RANK"] == "0":
+        print("\n".join(lines), flush=True)
+    without_effect = {
+        "launch.restarts": _restarts(config),
+        "checkpoint.memory_every": config.checkpoint.memory_every > 0,
+    }
+    if any(without_effect.values()) and joined["RANK"] == "0":
+        keys = " and ".join(key for key, is_set in without_effect.items() if is_set)
+        text = f"{keys}: without effect under torchrun and srun, which have restarts of their own"
+        print(f"colossus: {text} (with checkpoint.resume=auto they go on)", file=sys.stderr)
     machine.raise_open_files()
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
@@ -165,36 +171,41 @@ def _restarts(config: Config) -> bool:
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:
-    """What the workers inherit, unless the user has set it."""
+    """Set the variables that the workers inherit, unless the user has set them."""
     machine.raise_open_files()
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(local_ranks)))
-    # a print of a rank that is killed later should not be lost in a buffer
+    # a print of a rank that is killed later must not be lost in a buffer
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     loopback = machine.loopback_interface()
     if nnodes == 1 and loopback is not None:
-        # a host name that resolves to an address which is not this machine's makes gloo fail
+        # gloo fails where the host name resolves to an address of another machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 @contextmanager
 def contained(output: Path, *, with_errors: bool = False) -> Iterator[None]:
-    """A launch inside of another command: what it and its ranks print goes to a new file, and the variables that it
-    sets for them (threads, say) are set back.
+    """Run a launch inside another command: its output and that of its ranks goes to a new file.
+
+    The variables that it sets for the ranks (threads, say) are restored afterwards.
+
+    Args:
+        output: the file.
+        with_errors: whether standard error goes there, too.
     """
     descriptors = [1, 2] if with_errors else [1]
-    kept, environment = [os.dup(each) for each in descriptors], dict(os.environ)
+    duplicates, environment = [os.dup(descriptor) for descriptor in descriptors], dict(os.environ)
     _flush()
     try:
         with output.open("wb") as file:
-            for each in descriptors:
-                os.dup2(file.fileno(), each)
+            for descriptor in descriptors:
+                os.dup2(file.fileno(), descriptor)
         yield
     finally:
         _flush()
-        for each, duplicate in zip(descriptors, kept, strict=True):
-            os.dup2(duplicate, each)
+        for descriptor, duplicate in zip(descriptors, duplicates, strict=True):
+            os.dup2(duplicate, descriptor)
             os.close(duplicate)
         os.environ.clear()
         os.environ.update(environment)
@@ -209,7 +220,7 @@ def _flush() -> None:
 
 
 def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
-    """What is known before a process is started: plan, processes, device, model and batch as aligned lines."""
+    """Return the plan, processes, device, model and batch of a run as aligned lines, before a process is started."""
     parallel, train, microbatches = config.parallel, config.train, config.schedule.microbatches
     grid, data = build_grid(parallel), parallel.data or 1
     sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
@@ -220,10 +231,12 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     threads = f"{machine.threads_per_rank(local_ranks)} thread(s) each, {machine.usable_cores()} cores here"
     parameters = "not known before the model is built"
     if model is not None:
-        held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
-        parameters = f"{model.num_parameters:,} in the model{held}"
+        on_rank = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
+        parameters = f"{model.num_parameters:,} in the model{on_rank}"
     samples = getattr(model_options(config), "samples", "sequences")
-    each = f"{data} data rank(s) x {microbatches} microbatch(es) x {train.global_batch_size // data // microbatches}"
+    factors_of_batch = (
+        f"{data} data rank(s) x {microbatches} microbatch(es) x {train.global_batch_size // data // microbatches}"
+    )
     rows = [
         ("plan", f"{factors(sizes)} = {grid.world_size} processes" + (f" ({', '.join(modes)})" if modes else "")),
         ("processes", f"{local_ranks}{where}, {threads}"),
@@ -235,7 +248,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         rows.append(("" if number else "stages", stage.removeprefix("stage ")))
     rows += [("" if at else "groups", line) for at, line in enumerate(model.group_rules if model is not None else ())]
     rows += [
-        ("batch", f"{train.global_batch_size} {samples} per step: {each}"),
+        ("batch", f"{train.global_batch_size} {samples} per step: {factors_of_batch}"),
         *([("ramp", str(train.batch_ramp))] if train.batch_ramp is not None else []),
         ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),
     ]

@@ -1,4 +1,4 @@
-"""What one rank writes down when it fails: ``failures/rank<N>.json`` in the run folder. No torch."""
+"""The record that a rank writes when it fails: ``failures/rank<N>.json`` in the run folder. No torch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from colossus.config import ConfigError
 Kind = Literal["error", "config", "communication", "stuck"]
 
 FOLDER = "failures"
-#: followed by the rank: names of the flight recorder's files below `FOLDER`, as torch makes them
+#: names of the flight recorder's files below `FOLDER`, which torch completes with the rank
 RECORDING = "flight_recorder_rank_"
 _REPORTED = "reported"
 
-#: frames of what surrounds a run say nothing about why it failed
+#: folders of code around a run, whose frames say nothing about a failure
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
 )
 
-#: of gloo's own errors, `RuntimeError`s: each names the file of its source, but the one of a collective that ends
-#: because another one on the same connection has timed out
+#: words in gloo's errors, which are `RuntimeError`s: the source file, or those of a collective that ends because
+#: another one on the same connection has timed out
 _GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")
-#: torch's types of errors of a connection, and of a store in which another rank's key is awaited
+#: torch's errors of a connection, and of a store in which a rank waits for the key of another
 _CONNECTION_ERRORS = ("torch.distributed.DistNetworkError", "torch.distributed.DistStoreError")
-#: NCCL's, which has others of this rank itself, and what of them speaks of others
+#: torch's error of NCCL, which may also be this rank's own, and the words of those that come from other ranks
 _NCCL_ERROR = "torch.distributed.DistBackendError"
 _NCCL_SAYS = (
     "NCCL communicator was aborted",
@@ -45,24 +45,29 @@ _NCCL_SAYS = (
     "Some NCCL operations have failed or timed out",
 )
 
-#: of this process's own limit, which gloo's errors speak of, too
+#: the words of an error of this process's own limit, which gloo's errors contain, too
 OPEN_FILES_ERROR = "Too many open files"
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """How and where one rank failed.
+    """The failure of one rank.
 
     Attributes:
-        kind: ``error`` is this rank's own; ``config`` a mistake in the config found late; ``communication`` a
-            collective that failed because of another rank; ``stuck`` was ended by force, with the stack it had.
-        step: the step that was running, counted from 1; None before training.
+        rank: the global rank.
+        kind: ``error`` is this rank's own; ``config`` is a mistake in the config that came up late; ``communication``
+            is a collective that failed because of another rank; ``stuck`` is a rank that was ended by force.
+        type: the name of the error's class.
+        message: its message.
+        traceback: its traceback, or the stack of a rank that was ended by force.
+        step: the step that was running, from 1; None before training.
+        host: the name of the rank's host.
         collectives: the rank's last collectives, oldest first.
-        progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
-        rollback: how far the run is to go back, and which batches it is to leave out (`loss_spikes.Rollback`); None
-            where the error does not ask for that.
-        advice: what to do about it, where that is known.
-        after_signal: number of the stop signal that came before the failure, if any.
+        progress: the same for a comparison with other ranks (`colossus.comm.log.progress`).
+        after_signal: the number of the stop signal that came before the failure, if any.
+        advice: lines on what to do, if any.
+        rollback: the step to which the run is to go back, and the batches that it is to skip (`loss_spikes.Rollback`);
+            None where the error does not ask for that.
         time: seconds since the epoch.
     """
 
@@ -88,7 +93,7 @@ class FailureRecord:
 def kind_of(error: BaseException) -> Kind:
     """Return the kind of an error; a communication error anywhere in its chain of causes decides.
 
-    What has raised it decides, never its words alone: a user's "Broken pipe" is of their own connection to something.
+    The code that raised it decides, never its words alone: a user's "Broken pipe" may be of another connection.
     """
     if isinstance(error, ConfigError):
         return "config"
@@ -108,7 +113,7 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 
 def is_communication(text: str) -> bool:
-    """Return whether a traceback as text is of an error that says that a peer has gone, or is silent."""
+    """Return whether a traceback, as text, is of an error by which a peer has gone or is silent."""
     if OPEN_FILES_ERROR in text:
         return False
     if f"{_NCCL_ERROR}: " in text:
@@ -118,7 +123,7 @@ def is_communication(text: str) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -128,12 +133,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def messages_of(error: BaseException) -> list[str]:
-    """Of an error and its causes."""
+    """Return the messages of an error and its causes."""
     return [f"{type(cause).__name__}: {cause}" for cause in _chain(error)]
 
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
-    """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
+    """Return the record of an exception, without our own outermost frames; ``details`` are further fields."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(_MACHINERY):
@@ -145,7 +150,7 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> FailureReco
 
 
 def of_thread(thread_id: int, rank: int, kind: Kind, message: str, **details: Any) -> FailureRecord:
-    """The record of a rank that is ended by force, with the stack of its thread ``thread_id``."""
+    """Return the record of a rank that is ended by force, with the stack of its thread ``thread_id``."""
     frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
     while any(frame.filename.startswith(_MACHINERY) for frame in frames):
         frames.pop(0)
@@ -164,7 +169,7 @@ def write(folder: Path, record: FailureRecord) -> Path:
 
 
 def read_all(folder: Path) -> list[FailureRecord]:
-    """Every readable record below the run folder, by rank."""
+    """Return every readable record below the run folder, by rank."""
     records = []
     for path in sorted((folder / FOLDER).glob("rank*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -173,7 +178,7 @@ def read_all(folder: Path) -> list[FailureRecord]:
 
 
 def recording_of(folder: Path, rank: int) -> Path:
-    """Where what torch's flight recorder has of a rank lies."""
+    """Return the path of a rank's file of torch's flight recorder."""
     return folder / FOLDER / f"{RECORDING}{rank}"
 
 
@@ -182,12 +187,12 @@ def clear(folder: Path) -> None:
     for pattern in ("rank*.json", f"{RECORDING}*", _REPORTED):
         for path in (folder / FOLDER).glob(pattern):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not there, or something of the user's is in it
+    with contextlib.suppress(OSError):  # it is missing, or has files of the user
         (folder / FOLDER).rmdir()
 
 
 def is_first_to_report(folder: Path | None) -> bool:
-    """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
+    """Return whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
     if folder is not None:
         with contextlib.suppress(OSError):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A config's plan for fewer processes than it asks for: fewer replicas, the same global batch. No torch."""
+"""A config's plan for fewer processes than it names: fewer replicas with the same global batch. No torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from colossus.config.schema import Parallel
 
 
 def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[str]]:
-    """The config with a plan for so many processes, where ``launch.min_processes`` allows another than its own.
+    """Return the config with a plan for ``processes`` processes, where ``launch.min_processes`` allows fewer.
 
-    Tensor, pipeline and sequence stay as they are; data, and what is counted in data ranks (groups of experts and of
-    ZeRO, hosts of a strategy), becomes smaller. The global batch stays: there are more microbatches, as near to the
-    size they had as the numbers allow, and not larger.
+    Tensor, pipeline and sequence stay as they are. Data becomes smaller, and so do sizes that are counted in data ranks
+    (groups of experts and of ZeRO, hosts of a strategy). The global batch stays. There are more microbatches, whose
+    size is as near to the old one as the numbers allow, and not larger.
 
     Returns:
-        The config, the overrides that make it of the one given, and what to tell.
+        The config, the overrides that lead to it, and lines for the user.
 
     Raises:
-        ConfigError: with the arithmetic, when there are fewer processes than allowed, or no such plan fits.
+        ConfigError: there are fewer processes than allowed, or no such plan fits; with the arithmetic.
     """
     least, parallel = config.launch.min_processes, config.parallel
     if least is None or parallel.auto is not None:
@@ -48,36 +48,37 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[st
         except ConfigError as error:
             problem = problem or error
             continue
-        told = f"plan        {describe_plan(resolved)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
-        return fitted, [f"{key}={value}" for key, value in changes.items()], [told]
+        line = f"plan        {describe_plan(resolved)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
+        return fitted, [f"{key}={value}" for key, value in changes.items()], [line]
     assert problem is not None
-    raise ConfigError([f"with {counted(processes, 'process', 'es')}: {each}" for each in problem.problems])
+    raise ConfigError([f"with {counted(processes, 'process', 'es')}: {text}" for text in problem.problems])
 
 
 def _candidates(config: Config, data: int) -> Iterator[dict[str, int]]:
-    """What is changed for so many data ranks, the largest microbatches first."""
+    """Yield changes of the config for ``data`` data ranks, those with the largest microbatches first."""
     parallel, batch, now = config.parallel, config.train.global_batch_size, config.schedule.microbatches
     assert parallel.data is not None
     of_data = {"parallel.data": data} | _groups(parallel, data)
     least = -(-now * parallel.data // data)
     numbers = [number for number in divisors(batch // data) if number >= least] if batch % data == 0 else []
-    for number in numbers or [now]:  # where none divides, the words for what does not are those of the plan's check
+    for number in numbers or [now]:  # where none divides, the check of the plan says so
         yield of_data | ({"schedule.microbatches": number} if number != now else {})
 
 
 def _groups(parallel: Parallel, data: int) -> dict[str, int]:
-    """Groups of data ranks that are named by their size or number: of experts, of ZeRO, of hosts."""
+    """Return changes of the sizes and numbers of groups of data ranks: of experts, of ZeRO, of hosts."""
     assert parallel.data is not None
     expert, shard, strategy = parallel.expert.size, parallel.zero.shard, parallel.strategy.options
     hosts, per_host = strategy.get("hosts"), strategy.get("per_host")
     try:
-        neighbours = expert_factor(parallel.data, parallel.sequence.size, expert)  # along data, that share the experts
+        # the consecutive ranks along data that share the experts
+        neighbours = expert_factor(parallel.data, parallel.sequence.size, expert)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    still = math.gcd(neighbours, data)
-    changes: dict[str, tuple[Any, int]] = {"parallel.expert.size": (expert, expert // neighbours * still)}
+    num_sharing = math.gcd(neighbours, data)
+    changes: dict[str, tuple[Any, int]] = {"parallel.expert.size": (expert, expert // neighbours * num_sharing)}
     if shard is not None:
-        changes["parallel.zero.shard"] = shard, _divisor(data, shard, still)
+        changes["parallel.zero.shard"] = shard, _divisor(data, shard, num_sharing)
     if isinstance(hosts, int):
         changes["parallel.strategy.hosts"] = hosts, _divisor(data, hosts * data // parallel.data)
     if isinstance(per_host, int):
@@ -86,12 +87,12 @@ def _groups(parallel: Parallel, data: int) -> dict[str, int]:
 
 
 def _divisor(data: int, most: int, unit: int = 1) -> int:
-    """The largest divisor that is a multiple of ``unit`` and not above ``most``; else ``unit``, which divides."""
+    """Return the largest divisor of ``data`` that is a multiple of ``unit`` and at most ``most``; else ``unit``."""
     return max((number for number in divisors(data) if number % unit == 0 and number <= most), default=unit)
 
 
 def _changed(section: Any, changes: Mapping[str, int]) -> Any:
-    """A copy of a section with other values at these keys below it."""
+    """Return a copy of a section with other values at these keys."""
     update: dict[str, Any] = {}
     for path, value in changes.items():
         key, dot, rest = path.partition(".")

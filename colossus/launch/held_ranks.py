@@ -1,6 +1,4 @@
-"""The ranks of a plan as processes that answer to this one. What ends this process (Ctrl-C, a closed pipe) ends them in
-no collective.
-"""
+"""The ranks of a plan as processes that answer calls of this one, and that end with it without a hung collective."""
 
 from __future__ import annotations
 
@@ -23,31 +21,33 @@ from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
 from colossus.engine.deterministic import VARIABLES
 
-#: what a rank gives as an answer, as all ranks do
+#: errors that a rank returns as its answer, since all ranks get the same
 _REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError)
 
 
 def threads_of(config: Config, wanted: int | None = None) -> int:
-    """Compute threads of each rank: ``OMP_NUM_THREADS``, else those wanted, else as many as `colossus launch` gives."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else 0
+    """Return the compute threads of each rank: ``OMP_NUM_THREADS``, ``wanted``, or what `colossus launch` would set."""
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(variable) if variable.isdecimal() else 0
     return threads or wanted or machine.threads_per_rank(world_size(config.parallel))
 
 
 def hold_ranks(config: Config, make: Callable[[], Any], threads: int) -> LocalRanks:
-    """Processes of which ``ranks.call("call", work)`` answers with ``work(made)`` of each, by rank, where ``made`` is
-    what ``make()`` gave in the first call: an answer may be a `CheckpointError` or a FloatingPointError.
+    """Start the ranks of a config's plan as processes that answer calls.
+
+    ``ranks.call("call", work)`` returns ``work(made)`` of each rank, where ``made`` is the result of ``make()`` in the
+    first call. An answer may be a `CheckpointError` or a FloatingPointError.
 
     Args:
-        config: whose plan it is.
-        make: on CUDA it must be picklable.
-        threads: of each rank.
+        config: the config with the plan.
+        make: makes the object that each rank works with; it must be picklable on CUDA.
+        threads: the compute threads of each rank.
 
     Raises:
-        RanksFailed: as `LocalRanks`.
+        RanksFailed: see `LocalRanks`.
     """
     uses_cuda = config.device != "cpu" and torch.cuda.is_available()
-    sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+    sys.stdout.flush()  # forked ranks would print buffered text again
     sys.stderr.flush()
     return LocalRanks(
         world_size(config.parallel),
@@ -60,7 +60,7 @@ def hold_ranks(config: Config, make: Callable[[], Any], threads: int) -> LocalRa
 
 
 class _Rank:
-    """In a process of its own: Ctrl-C is the affair of the process that has started it, with which it ends."""
+    """A rank in a process of its own, which ignores Ctrl-C and ends with the process that has started it."""
 
     def __init__(self, make: Callable[[], Any], parent: int, threads: int, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +69,7 @@ class _Rank:
         self._make, self._made = make, None
 
     def call(self, work: Callable[[Any], Any]) -> Any:
-        """What the work returns, or what our code refuses, here or in the making."""
+        """Return the result of the work, or an error of `_REFUSALS` that it or the making raised."""
         try:
             self._made = self._made or self._make()
             return work(self._made)
@@ -78,7 +78,7 @@ class _Rank:
 
 
 def _end_with(parent: int) -> None:
-    """End when the parent has, however it did."""
+    """End this process when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(129)  # as by a hang-up
+    os._exit(129)  # the exit code after a hang-up

@@ -1,4 +1,4 @@
-"""Standard output and errors of a run, which goes on when nobody can be written to any more."""
+"""Standard output and standard error of a run, which goes on when writing to them fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from colossus import machine
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let no write to standard output or to standard errors raise inside of the block.
+    """Let no write to standard output or standard error raise inside the block.
 
-    The reader of a pipe may end before the run (``| head``, a ``tee`` that Ctrl-C has killed), a disk may be full, a
-    stream may have been closed from the start (``>&-``). A run that trains is not to end by what it says of itself.
+    The reader of a pipe may end before the run (``| head``, a ``tee`` that Ctrl-C has killed), a disk may be full, or a
+    stream may have been closed from the start (``>&-``). Training must not end because of its own messages.
     """
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
     try:
@@ -30,7 +30,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that leads to the null device once its reader is gone. A full disk may have room again later."""
+    """A file that writes to the null device once its reader is gone; after a full disk it goes on trying."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -44,13 +44,13 @@ class _LastingFile(io.FileIO):
 
 
 def _lasting(stream: Any) -> Any:
-    """Return the stream with a descriptor that lasts; a stream of a test without a descriptor as it is."""
-    if stream is None:  # closed before the process began
+    """Return a stream to the same descriptor whose writes do not raise; a stream without a descriptor as it is."""
+    if stream is None:  # it was closed before the process began
         return open(os.devnull, "w")
     try:
         stream.flush()
         file = _LastingFile(stream.fileno(), "w", closefd=False)
     except (OSError, ValueError, AttributeError):
         return stream
-    # unbuffered, as Python's own under -u: a print of a process that is killed later is not lost
+    # unbuffered, as Python's own under -u, so that a print of a process that is killed later is not lost
     return io.TextIOWrapper(file, stream.encoding, "backslashreplace", write_through=True)

@@ -1,7 +1,7 @@
-"""A folder in the memory of this host, in which the ranks of a run keep checkpoints for a restart. No torch.
+"""A folder in the memory of this host, in which the ranks of a run save checkpoints for a restart. No torch.
 
-The launcher makes it, locks it, and removes it at its end; its ranks do so where it was killed. What is left by a run
-that was killed as a whole, a host's next launcher of the same user removes.
+The launcher makes it, locks it, and removes it at its end. Its ranks remove it where the launcher was killed. After a
+run that was killed as a whole, the next launcher of the same user on this host removes it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LOCK = "launcher.lock"
 
 
 @contextmanager
-def made_memory_folder(config: Config) -> Iterator[None]:
-    """The folder, for the ranks that are started inside; nothing where the config saves none in memory."""
+def memory_folder(config: Config) -> Iterator[None]:
+    """Make the folder for the ranks that are started inside, where the config saves checkpoints in memory."""
     if not config.checkpoint.memory_every:
         yield
         return
@@ -48,14 +48,14 @@ def made_memory_folder(config: Config) -> Iterator[None]:
 
 
 def remove_memory() -> None:
-    """In a rank whose launcher was killed: nobody else will."""
+    """Remove the folder; for a rank whose launcher was killed."""
     if folder := os.environ.get(MEMORY):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left_over(prefix: str) -> None:
     for folder in HOST_MEMORY.glob(f"{prefix}*"):
-        # one that has lost its lock is what is left of a removal: a folder has its lock before it has its name
+        # a folder has its lock before it has its name, so one without a lock is left of a removal
         with suppress(OSError), (folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The plan of a run for the nodes that are there, and how many of them it needs. No torch."""
+"""The plan of a run for the nodes that are present, and the number of nodes that it needs. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from colossus.config import Config, ConfigError
 from colossus.config.plans import world_size
 from colossus.launch.auto_plan import Planned, load_planned
-from colossus.launch.checks import check_given
+from colossus.launch.checks import check_required
 
 
 class NodeRange(NamedTuple):
-    """How many nodes a run has: at least, at most."""
+    """The least and the largest number of nodes of a run."""
 
     least: int
     most: int
@@ -21,56 +21,62 @@ class NodeRange(NamedTuple):
 
 
 class NodePlans:
-    """Of one launch: which plan it has on how many nodes, all with as many processes each.
+    """The plans of one launch for each number of nodes; all nodes have the same number of processes.
 
     Args:
-        nproc: processes on each node; None: those of the config's plan, shared out over the most nodes.
+        config_path: the config file.
+        overrides: its overrides.
+        nproc: the processes of each node; None: those of the config's plan, shared out over the largest number of
+            nodes.
+        nodes: the numbers of nodes.
+        endpoint: the host:port at which they meet.
 
     Attributes:
-        of_most: the plan for all nodes.
-        local_ranks: processes of each node.
+        of_most: the plan for the largest number of nodes.
+        local_ranks: the processes of each node.
 
     Raises:
-        ConfigError: when there is no plan for the most or for the fewest.
+        ConfigError: there is no plan for the largest or for the least number of nodes.
     """
 
     def __init__(
         self, config_path: str, overrides: list[str], nproc: int | None, nodes: NodeRange, endpoint: str | None
     ) -> None:
         self._path, self._overrides, self._nodes = config_path, overrides, nodes
-        self._known: dict[int, Planned | None] = {}
+        #: number of nodes -> its plan; None where no plan fits
+        self._plans: dict[int, Planned | None] = {}
         total = nproc * nodes.most if nproc is not None else None
         self.of_most = load_planned(config_path, self._overrides, total, hosts=nodes.most)
         config = self.of_most.config
-        check_given(config)
+        check_required(config)
         self.local_ranks = _local_ranks(world_size(config.parallel), nodes.most, endpoint)
         if nodes.least < nodes.most:
             _check_range(config, nodes)
             if config.launch.min_processes is None:
                 self._overrides = [*overrides, f"launch.min_processes={nodes.least * self.local_ranks}"]
-            self._known[nodes.most] = self.of_most
+            self._plans[nodes.most] = self.of_most
             self._load(nodes.least)
 
     def plan(self, num_nodes: int) -> tuple[Planned, int]:
-        """The plan for so many nodes, and how many it needs: the most for which one fits."""
+        """Return the plan for at most ``num_nodes`` nodes that uses most of them, and the number that it uses."""
         if self._nodes.least == self._nodes.most:
-            return self.of_most._replace(told=[]), num_nodes
+            return self.of_most._replace(lines=[]), num_nodes
         for number in range(num_nodes, self._nodes.least, -1):
-            if number not in self._known:
+            if number not in self._plans:
                 try:
                     self._load(number)
                 except ConfigError:
-                    self._known[number] = None
-            if (found := self._known[number]) is not None:
-                return (found._replace(told=[]) if number == self._nodes.most else found), number
-        least = self._known[self._nodes.least]
+                    self._plans[number] = None
+            if (plan := self._plans[number]) is not None:
+                return (plan._replace(lines=[]) if number == self._nodes.most else plan), number
+        least = self._plans[self._nodes.least]
         assert least is not None
         return least, self._nodes.least
 
     def _load(self, num_nodes: int) -> None:
-        found = load_planned(self._path, self._overrides, num_nodes * self.local_ranks, hosts=num_nodes)
-        check_given(found.config)
-        self._known[num_nodes] = found
+        plan = load_planned(self._path, self._overrides, num_nodes * self.local_ranks, hosts=num_nodes)
+        check_required(plan.config)
+        self._plans[num_nodes] = plan
 
 
 def _check_range(config: Config, nodes: NodeRange) -> None:
@@ -89,6 +95,6 @@ def _local_ranks(processes: int, nodes: int, endpoint: str | None) -> int:
         raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if processes % nodes:
         raise ConfigError(f"--nnodes {nodes}: {processes} processes cannot be shared equally among the nodes")
-    if processes // nodes > 4096:  # no machine has cores for more
+    if processes // nodes > 4096:  # more than any machine has cores
         raise ConfigError(f"{processes // nodes} processes on one node are more than 4096: choose a smaller plan")
     return processes // nodes

@@ -1,6 +1,6 @@
-"""Several nodes: where their launchers meet, and what they tell each other through the rendezvous' store.
+"""The nodes of a run, whose launchers communicate through the store of the rendezvous.
 
-A node that ends for any reason but success ends the others within seconds, and each of them can say why.
+A node that ends for any reason but success ends the others within seconds, and each of them can report the reason.
 """
 
 from __future__ import annotations
@@ -25,67 +25,68 @@ from colossus.launch.rendezvous import Rendezvous
 from colossus.launch.stop import GRACE_SECONDS
 
 BEAT_SECONDS = 0.5
-"""Between two signs of life, and between two looks at those of the others."""
+"""The interval of heartbeats, and of looks at those of the other nodes."""
 
 SILENCE_SECONDS = 30.0
-"""Without a sign of life a node is gone. (A launcher that was suspended gives none, and its ranks go on.)"""
+"""The silence after which a node counts as gone. (A suspended launcher is silent, and its ranks go on.)"""
 
 SILENCE_AFTER_END_SECONDS = 8.0
-"""The same when the ranks here have ended already."""
+"""The same when the ranks of this node have ended already."""
 
 END_SECONDS = GRACE_SECONDS + 8.0
-"""How long a node whose ranks have failed or were stopped waits for those that live to say how theirs ended."""
+"""The longest wait of a node, whose ranks have failed or were stopped, for the ends of the other live nodes."""
 
 FAREWELL_SECONDS = 2.0
-"""How long the node that holds the store stays for the others to read how it ended."""
+"""The longest that the node with the store stays for the others to read its end."""
 
 
 _END = TypeAdapter(NodeEnd)
 
 
 class Nodes:
-    """All nodes of one attempt, which have met when this is made; from `watch` on a thread looks after the others.
+    """All nodes of one attempt, which the constructor waits for; after `watch` a thread watches the other nodes.
 
-    Nodes that were there in the attempt before come first, in their order: so the first knows what was, and ranks stay
-    on their hosts. Those beyond the ones that the plan needs have no ranks (`share`), and wait.
+    Nodes of the attempt before come first, in their order, so that the first one has the history and ranks stay on
+    their hosts. Nodes that the plan does not need have no ranks (`share`), and wait.
 
     Args:
-        rendezvous: where they meet.
-        before: number of this node in the attempt before, None of one that comes now.
+        rendezvous: the rendezvous of this launcher.
+        before: the number of this node in the attempt before; None for a new node.
 
     Attributes:
-        node: number of this one.
-        num_nodes: that have ranks.
-        ends: of the other nodes that have told theirs, by number.
-        address: at which the others reach this one.
+        node: the number of this node.
+        num_present: the number of nodes.
+        num_nodes: the number of nodes that have ranks.
+        ends: number of another node -> its end, once it has reported it.
+        address: the address at which other nodes reach this one.
 
     Raises:
-        RuntimeError: when they do not meet (elastic's RendezvousError).
+        RuntimeError: the nodes do not meet (elastic's RendezvousError).
     """
 
     def __init__(self, rendezvous: Rendezvous, before: int | None = None) -> None:
-        self._store, self.node, self.num_present = rendezvous.meet()
+        self._store, self.node, self.num_present = rendezvous.join()
         self._rendezvous, self.num_nodes, self._local_ranks = rendezvous, self.num_present, 0
         self.ends: dict[int, NodeEnd] = {}
         self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
-        # from here this machine reaches the endpoint: the loopback, where the endpoint is here and its name means that
+        # the address from which this machine reaches the endpoint, which is the loopback where it is the endpoint
         endpoint = urlsplit(f"//{rendezvous.endpoint}").hostname or ""
         guess = machine.address_towards(endpoint) or "127.0.0.1"
-        known = self.exchange("node", {"host": socket.gethostname(), "address": guess, "before": before})
-        order = sorted(range(self.num_present), key=lambda place: _seniority(known[place]["before"], place))
-        self.node, self._hosts = order.index(self.node), [known[place]["host"] for place in order]
+        facts = self.exchange("node", {"host": socket.gethostname(), "address": guess, "before": before})
+        order = sorted(range(self.num_present), key=lambda place: _seniority(facts[place]["before"], place))
+        self.node, self._hosts = order.index(self.node), [facts[place]["host"] for place in order]
         self._others = [other for other in range(self.num_present) if other != self.node]
-        self._heard = dict.fromkeys(self._others, time.monotonic())
-        self.address = machine.address_among(guess, [each["address"] for each in known])
-        # by itself gloo takes the address that the machine's own name has, which others may not be able to reach
+        self._last_beats = dict.fromkeys(self._others, time.monotonic())
+        self.address = machine.address_among(guess, [fact["address"] for fact in facts])
+        # by default gloo takes the address of the machine's own name, which others may not be able to reach
         if (interface := machine.interface_of(self.address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def share(self, num_nodes: int, local_ranks: int) -> range:
-        """The ranks of this node: none where so many nodes are enough without it."""
+        """Return the ranks of this node; none where the plan's ``num_nodes`` nodes are complete without it."""
         self.num_nodes, self._local_ranks = num_nodes, local_ranks
         return self._ranks_of(self.node)
 
@@ -93,43 +94,43 @@ class Nodes:
         return range(node * self._local_ranks, (node + 1) * self._local_ranks) if node < self.num_nodes else range(0)
 
     def num_newcomers(self) -> int:
-        """Nodes that wait for the next attempt. For one node to ask."""
+        """Return the number of nodes that wait for the next attempt; one node calls this for all."""
         return self._rendezvous.num_newcomers()
 
     @property
     def has_ended(self) -> bool:
-        """Whether all other nodes that have ranks have said how theirs ended."""
+        """Return whether all other nodes with ranks have reported their end."""
         return all(other in self.ends for other in self._others if other < self.num_nodes)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """The value of each node, by number. All nodes at once."""
+        """Return the value of each node, by number. All nodes call this at the same time."""
         self._store.set(f"colossus/{what}/{self.node}", json.dumps(value))
         keys = [f"colossus/{what}/{node}" for node in range(self.num_present)]
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def from_first(self, what: str, make: Callable[[], Any]) -> Any:
-        """The value that the first node makes; ``make`` is called there alone."""
+        """Return the value that ``make`` returns on the first node, where alone it is called."""
         if self.node == 0:
             self._store.set(f"colossus/{what}", json.dumps(make()))
         return json.loads(self._store.get(f"colossus/{what}"))
 
     def watch(self) -> None:
-        """Begin to give signs of life, and to look for those of the others."""
+        """Begin to send heartbeats, and to look for those of the other nodes."""
         if self._thread.ident is None:
-            self._heard = dict.fromkeys(self._others, time.monotonic())
+            self._last_beats = dict.fromkeys(self._others, time.monotonic())
             self._thread.start()
 
     def has_trouble(self, *, but_stops: bool = False) -> bool:
-        """Whether another node has failed, was stopped or is gone: the ranks here are to end, too.
+        """Return whether another node has failed, was stopped or is gone, so that the ranks here must end, too.
 
         Args:
-            but_stops: leave out a stop by a signal, of which the ranks here know from theirs.
+            but_stops: ignore a stop by a signal, which the ranks here get from their peers.
         """
         ends = [end for end in tuple(self.ends.values()) if not (but_stops and end.signum is not None)]
         return any(not end.is_good for end in ends) or bool(self.gone())
 
     def gone(self) -> list[str]:
-        """The nodes that give no sign of life and have not said how they ended, in words."""
+        """Return, as text, the nodes that are silent and have not reported their end."""
         return [self._describe(other) for other in self._others if self._is_silent(other)]
 
     def _describe(self, node: int) -> str:
@@ -137,14 +138,14 @@ class Nodes:
         return f"node {node} (host {self._hosts[node]}; {named_ranks(ranks) if ranks else 'no ranks'})"
 
     def _is_silent(self, other: int) -> bool:
-        is_late = time.monotonic() - self._heard[other] > self._silence
+        is_late = time.monotonic() - self._last_beats[other] > self._silence
         return other not in self.ends and (is_late or not self._has_store)
 
     def conclude(self, end: NodeEnd) -> None:
-        """Tell the others how this node ended, and wait for theirs: after a good end as long as they live.
+        """Report the end of this node, and wait for the ends of the others; after a good end, as long as they live.
 
         Raises:
-            BaseException: what a signal handler raises meanwhile. It may be called again then.
+            BaseException: an error of a signal handler that runs meanwhile; this may be called again afterwards.
         """
         self.watch()
         try:
@@ -162,7 +163,7 @@ class Nodes:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Say goodbye, and when this process holds the store, wait until all have."""
+        """Say goodbye, and where this process holds the store, wait until all nodes have."""
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
         if not self._has_store or self._thread.is_alive():
@@ -174,7 +175,7 @@ class Nodes:
                 time.sleep(0.02)
 
     def _watch(self) -> None:
-        """Give a sign of life and take those of the others, until the store is gone."""
+        """Send heartbeats, and read those and the ends of the other nodes, until the store is gone."""
         number = num_ends = 0
         alive = [f"colossus/alive/{other}" for other in self._others]
         try:
@@ -184,7 +185,7 @@ class Nodes:
                 if self._store.check(alive):
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
-                            self._beats[other], self._heard[other] = beat, time.monotonic()
+                            self._beats[other], self._last_beats[other] = beat, time.monotonic()
                 if (number_now := self._store.add("colossus/ends", 0)) != num_ends:
                     num_ends = number_now
                     for other in self._others:
@@ -192,7 +193,7 @@ class Nodes:
                         if self._store.check([key]):
                             self.ends[other] = _END.validate_json(self._store.get(key))
                 self._closing.wait(BEAT_SECONDS)
-        except RuntimeError:  # its launcher has gone, and it with it
+        except RuntimeError:  # the launcher with the store has gone
             self._has_store = False
 
 

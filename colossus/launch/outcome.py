@@ -1,7 +1,7 @@
-"""How the ranks of a run ended, and which of them failed first. No torch.
+"""The ends of a run's ranks, and which of them failed first. No torch.
 
-When one rank dies its neighbours fail within milliseconds with ``Connection closed by peer``, so the first
-exit a launcher sees is often a victim's. The order here goes by what kind of end it was, then by time.
+When one rank dies its neighbours fail within milliseconds with ``Connection closed by peer``, so the first exit that a
+launcher sees is often a victim's. Here ends are ordered by their kind, then by time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from colossus.launch.stop import STOP_SIGNALS, exit_code
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank's process ended.
+    """The end of a rank's process.
 
     Attributes:
-        code: exit code; negative is the number of the signal that killed it.
-        after_stop: it ended after the launcher's stop signal.
-        is_finished: whether it came to the end of its program; with exit code 0 only the file it left says so.
+        code: its exit code, or the negative number of the signal that killed it.
+        after_stop: whether it ended after the launcher's stop signal.
+        is_finished: whether it came to the end of its program, which exit code 0 alone does not show.
     """
 
     code: int
@@ -35,7 +35,7 @@ class RankExit:
 
     @property
     def is_early(self) -> bool:
-        """Whether it exited with 0 before it had finished."""
+        """Return whether it exited with 0 before it had finished."""
         return self.code == 0 and not self.after_stop and not self.is_finished
 
     @property
@@ -45,16 +45,16 @@ class RankExit:
 
 @dataclass
 class NodeEnd:
-    """How the ranks of one node ended, as its launcher tells the others.
+    """The end of one node's ranks, which its launcher reports to the other nodes.
 
     Attributes:
-        exits: global rank -> how its process ended.
-        signum: the signal its launcher received, None when there was none.
-        records: of its ranks that failed.
-        server: how the parameter server of it has ended that has ended the run, in words.
-        is_spare: it had no ranks, since the plan needs fewer nodes.
-        regroups: it has stopped the ranks of all nodes because nodes have come that are to take part.
-        leaves: it was stopped, and the others are to go on without it.
+        exits: global rank -> the end of its process.
+        signum: the signal that its launcher received, or None.
+        records: the records of its failed ranks.
+        server: a text on the death of its parameter server that ended the run, or None.
+        is_spare: whether it had no ranks, since the plan needs fewer nodes.
+        regroups: whether it has stopped the ranks of all nodes so that new nodes can take part.
+        leaves: whether it was stopped and the other nodes go on without it.
     """
 
     exits: dict[int, RankExit] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class NodeEnd:
 
     @property
     def is_good(self) -> bool:
-        """Whether there were ranks, or none to be, and all came to the end of their program."""
+        """Return whether all ranks came to the end of their program; a spare node has none."""
         if self.signum is not None or self.server is not None or self.regroups:
             return False
         if not self.exits and not self.is_spare:
@@ -77,17 +77,17 @@ class NodeEnd:
 
 @dataclass
 class Outcome(NodeEnd):
-    """How a run ended, as the launcher of one node knows it.
+    """The end of an attempt, as the launcher of one node knows it.
 
     Attributes:
-        config: of the attempt, with its plan; None before the nodes have met.
-        folder: the run folder all nodes agreed on, None before they have.
-        node: number of this node; None before it has met others.
-        is_hurried: a second Ctrl-C has asked to end without a checkpoint.
+        config: the config of the attempt, with its plan; None before the nodes have met.
+        folder: the run folder of all nodes; None before they have agreed on it.
+        node: the number of this node; None before it has met others, or without others.
+        is_hurried: whether a second Ctrl-C has asked to end without a checkpoint.
         late_signum: a stop signal that came when the ranks were being ended already.
-        others: how the ranks of other nodes ended, as far as they have said.
-        gone: the nodes that give no sign of life any more, in words.
-        started: when this launcher did, in seconds since the epoch.
+        others: the ends of the other nodes that have reported theirs.
+        gone: the other nodes that are silent, as text.
+        started: the time at which this attempt began, in seconds since the epoch.
     """
 
     config: Config | None = None
@@ -101,8 +101,9 @@ class Outcome(NodeEnd):
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether the ranks were stopped because other nodes are to take part, or this one goes on without one that
-        leaves, and none failed. One that is stopped before its first step has a record, and has not failed.
+        """Return whether the ranks were stopped because nodes join or leave, and no rank failed.
+
+        A rank that is stopped before its first step has a record, but has not failed.
         """
         exits, causes = self.of_all_nodes()
         causes = [cause for cause in causes if not cause.is_of_start_up]
@@ -113,7 +114,7 @@ class Outcome(NodeEnd):
         return not is_stopped and stop_code(causes, exits) is not None
 
     def of_all_nodes(self) -> tuple[dict[int, RankExit], list[Cause]]:
-        """How the ranks of all nodes ended, as far as that is known here, and `rank_causes` of it."""
+        """Return the ends of the ranks of all nodes, as far as they are known here, and their `rank_causes`."""
         records = {record.rank: record for record in failures.read_all(self.folder)} if self.folder is not None else {}
         exits = dict[int, RankExit]()
         for end in (*self.others, self):
@@ -131,7 +132,7 @@ _STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for sign
 
 @dataclass(frozen=True)
 class Cause:
-    """One rank's failure, and of which kind it is."""
+    """The failure of one rank, with its kind."""
 
     rank: int
     kind: CauseKind
@@ -140,22 +141,22 @@ class Cause:
 
     @property
     def is_own(self) -> bool:
-        """Whether the rank failed by itself."""
+        """Return whether the rank failed by itself."""
         return self.kind in ("error", "death")
 
     @property
     def is_of_start_up(self) -> bool:
-        """Whether it was told to stop before there was anything to end in order."""
+        """Return whether the rank was stopped before its first step, when it cannot end cleanly yet."""
         if self.record is None or self.exit is None:
             return False
         return self.kind == "stuck" and self.record.step is None and self.exit.after_stop
 
 
 def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:
-    """Every rank that failed, the most likely culprit first.
+    """Return the cause of every rank that failed, the most likely culprit first.
 
-    Own exceptions come first, the earliest first, then processes that died by themselves (signals, exits without a
-    record), then ranks that had to be ended by force, then communication errors.
+    The order is: exceptions of a rank's own, the earliest first; processes that died by themselves (by signals, or
+    exits without a record); ranks that had to be ended by force; communication errors.
     """
     by_rank = {record.rank: record for record in records}
     causes = []
@@ -170,13 +171,13 @@ def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit])
 def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | None:
     if record is not None:
         if record.kind in ("error", "config"):
-            # an error after the stop signal is most often the stop itself (a loader's process is gone, ...)
+            # an error after the stop signal most often comes from the stop itself (a loader's process is gone, ...)
             return "error" if record.after_signal is None else "communication"
         return "stuck" if record.kind == "stuck" else "communication"
     if ended is None or ended.is_good or ended.code in _STOP_CODES:
         return None
     if ended.after_stop:
-        # SIGKILL is how the launcher ends a rank that answers nothing; any other signal is the rank's own
+        # the launcher ends a rank that does not answer by SIGKILL; any other signal is the rank's own
         if ended.code == -signal.SIGKILL:
             return "stuck"
         return "death" if ended.code < 0 else None
@@ -187,16 +188,17 @@ def _urgency(cause: Cause) -> tuple[int, float, int]:
     return _ORDER.index(cause.kind), cause.record.time if cause.record is not None else 0.0, cause.rank
 
 
-def stop_code(found: Sequence[Cause], exits: Mapping[int, RankExit]) -> int | None:
-    """The exit code of a run that a signal to some rank stopped cleanly, None when anything failed.
+def stop_code(causes: Sequence[Cause], exits: Mapping[int, RankExit]) -> int | None:
+    """Return the exit code of a run that a signal to some rank stopped cleanly, or None where anything failed.
 
     Args:
-        found: of `rank_causes`.
+        causes: the result of `rank_causes`.
+        exits: the ends of all ranks.
     """
     stopped = {rank: ended for rank, ended in exits.items() if ended.code in _STOP_CODES}
-    if found:  # perhaps ranks whose peer was stopped before it could tell them
+    if causes:  # possibly of ranks whose peer was stopped before it could pass the stop on
         stopped = {rank: ended for rank, ended in stopped.items() if not ended.after_stop}
-        if any(cause.kind != "communication" and cause.rank not in stopped for cause in found):
+        if any(cause.kind != "communication" and cause.rank not in stopped for cause in causes):
             return None
     code = next((ended.code for ended in stopped.values()), None)
     return code if code is None or code > 0 else exit_code(-code)

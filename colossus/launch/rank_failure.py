@@ -1,4 +1,4 @@
-"""How a rank that fails writes down why, whatever ends it: an exception, a stop that it does not answer, NCCL."""
+"""The failure record of a rank, whatever ends it: an exception, a stop that it does not answer, or NCCL."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ from colossus.launch.outcome import rank_causes
 from colossus.launch.stop import RankFiles, StopSignals, exit_code
 
 LOOK_SECONDS = 0.5
-"""Between two looks at NCCL's watchdogs."""
+"""The interval at which NCCL's watchdogs are asked."""
 
-_OWN_WORDS_SECONDS = 2.0
-"""A main thread that has heard of NCCL's error itself may say so: it knows more."""
+_MAIN_THREAD_SECONDS = 2.0
+"""The time in which the main thread may itself report an error of NCCL, of which it knows more."""
 
 
 @dataclass
 class RankRun:
-    """What a rank knows of its run so far, for its failure record.
+    """The state of a rank's run, for its failure record.
 
     Attributes:
-        folder: the run folder, once it is known to be this run's; until then nothing is written into it.
+        rank: the global rank.
+        stop: the stop signals of this process.
+        has_launcher: whether `colossus launch` has started this process.
+        folder: the run folder, once this run owns it; nothing is written into it before.
+        config: the config, once it is loaded.
+        grid: the ranks of its plan.
+        step: the running step, from 1; None before the first.
         resume: the checkpoint that the ranks load.
         locks: files whose locks must live as long as this object.
-        is_held: the first rank has locked the run folder.
-        flush_metrics: writes those that wait to be written, as far as their numbers are there.
-        has_failed: the main thread is writing down how.
+        has_lock: whether this process, as the first rank, has locked the run folder.
+        flush_metrics: writes pending metrics whose numbers are there.
+        has_failed: whether the main thread is writing its record.
     """
 
     rank: int
@@ -50,13 +56,13 @@ class RankRun:
     step: int | None = None
     resume: str | None = None
     locks: tuple[TextIO, ...] = ()
-    is_held: bool = False
+    has_lock: bool = False
     flush_metrics: Callable[[], None] = lambda: None
     has_failed: bool = False
 
     def details(self) -> dict[str, Any]:
-        """The fields of a failure record that do not come from the error."""
-        log = sys.modules.get("colossus.comm.log")  # not loaded: then there was no collective either
+        """Return the fields of a failure record that do not come from the error."""
+        log = sys.modules.get("colossus.comm.log")  # where it is not loaded, there was no collective
         return {
             "step": self.step,
             "collectives": log.recent() if log is not None else [],
@@ -66,7 +72,7 @@ class RankRun:
 
 
 def fail(run: RankRun, error: BaseException) -> int:
-    """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
+    """Write this rank's record, print the error where no launcher of ours does, and return the exit code."""
     run.has_failed = True
     messages, advice = failures.messages_of(error), ""
     if run.config is not None:
@@ -75,7 +81,7 @@ def fail(run: RankRun, error: BaseException) -> int:
     _write(run, record)
     if record.kind == "communication":
         _write_recording(run)
-    if run.stop.is_orphaned():  # nobody else will say so
+    if run.stop.is_orphaned():  # no launcher reports it
         _print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}")
     is_speaker = not run.has_launcher and run.rank == 0
     if run.stop.received is not None:
@@ -96,7 +102,7 @@ def fail(run: RankRun, error: BaseException) -> int:
 
 
 def write_hard_end(run: RankRun, thread: int) -> None:
-    """The record of a rank that is ended by force: stuck by itself, or waiting for others in a collective of NCCL's."""
+    """Write the record of a rank that is ended by force: it is stuck, or waits for others in a collective of NCCL."""
     recorder, seconds = _recorder(), run.stop.grace_seconds
     kind: failures.Kind = "communication" if recorder is not None and recorder.has_pending() else "stuck"
     message = f"was told to stop, and waited in a collective for {seconds:g} s more"
@@ -105,15 +111,16 @@ def write_hard_end(run: RankRun, thread: int) -> None:
         if run.step is None:
             message = "had not come to its first step when it was ended"
     _write(run, failures.of_thread(thread, run.rank, kind, message, **run.details()))
-    if run.folder is not None and not failures.recording_of(run.folder, run.rank).exists():  # else torch has, with more
+    # torch may have written a recording already, with more in it
+    if run.folder is not None and not failures.recording_of(run.folder, run.rank).exists():
         _write_recording(run, with_stacks=False)
 
 
 def watch_nccl(run: RankRun, timeout_seconds: float) -> None:
-    """Have a collective that NCCL gives up end in a failure record. Main thread only.
+    """Start a thread that writes a failure record when NCCL gives up a collective. Main thread only.
 
     After a time-out NCCL's watchdog waits a minute and then ends the process by SIGABRT, while the main thread waits
-    for the device and hears of nothing. A thread asks the watchdogs, writes down what the rank was doing, and ends the
+    for the device and gets no error. The thread asks the watchdogs, records the main thread's stack, and ends the
     process.
     """
     arguments = (run, threading.get_ident(), timeout_seconds)
@@ -125,23 +132,23 @@ def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
 
     while True:
         time.sleep(LOOK_SECONDS)
-        found = None
+        failed_group = None
         with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a group is being made or destroyed
-            found = flight_recorder.failed_group()
-        if found is None:
+            failed_group = flight_recorder.failed_group()
+        if failed_group is None:
             continue
-        group, error = found
-        # groups are described as colossus/1/dataxtensor/0_1_2_3 or mesh_data
+        group, error = failed_group
+        # a group's description is colossus/1/dataxtensor/0_1_2_3 or mesh_data
         axes = group.split("/")[2] if group.startswith("colossus/") else group.removeprefix("mesh_")
         message = f"timeout: a collective over {axes} did not end within comm.timeout_seconds = {timeout:g}"
         if error != "TIMEOUT":
-            time.sleep(_OWN_WORDS_SECONDS)
+            time.sleep(_MAIN_THREAD_SECONDS)
             message = f"NCCL: a collective over {axes} failed ({error}): the network, or a rank that has ended"
         if run.has_failed or run.stop.received is not None:  # this process is about to end already
             continue
         record = failures.of_thread(main, run.rank, "communication", message, **run.details())
         _write(run, record)
-        with contextlib.suppress(Exception):  # whatever is wrong with the metrics, this is the end
+        with contextlib.suppress(Exception):  # the process ends here in any case
             run.flush_metrics()
         _write_recording(run)
         if not run.has_launcher:
@@ -151,13 +158,13 @@ def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
 
 
 def _recorder() -> Any:
-    """Torch's flight recorder, where the ranks talk through NCCL."""
-    recorder = sys.modules.get("colossus.comm.flight_recorder")  # not loaded: there is no NCCL
+    """Return the flight recorder's module where the ranks communicate through NCCL, else None."""
+    recorder = sys.modules.get("colossus.comm.flight_recorder")  # it is loaded where ranks use NCCL
     return recorder if recorder is not None and recorder.is_recording() else None
 
 
 def _write_recording(run: RankRun, *, with_stacks: bool = True) -> None:
-    """What torch has recorded of this rank's collectives."""
+    """Write torch's recording of this rank's collectives, where there is one."""
     recorder = _recorder()
     if run.folder is not None and recorder is not None:
         with contextlib.suppress(OSError, RuntimeError):
@@ -165,11 +172,11 @@ def _write_recording(run: RankRun, *, with_stacks: bool = True) -> None:
 
 
 def _write(run: RankRun, record: FailureRecord) -> None:
-    if run.folder is None or (run.stop.is_orphaned() and not run.is_held):
-        return  # the folder may be that of the next attempt already
+    if run.folder is None or (run.stop.is_orphaned() and not run.has_lock):
+        return  # the next attempt may own the folder already
     try:
         failures.write(run.folder, record)
-    except OSError as error:  # the disk is full, say: the launcher looks at a second place, too
+    except OSError as error:  # on a full disk, say, the launcher reads a second folder, too
         try:
             failures.write(RankFiles().folder, record)
         except OSError:

@@ -1,4 +1,4 @@
-"""The processes of one node's ranks, as its launcher sees them: started, and ended. No torch."""
+"""The processes of one node's ranks, which its launcher starts and ends. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles
 from colossus.python_process import python_words
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
-"""From the stop signal, or the last sign of life, to SIGKILL: workers end themselves before, unless they cannot run."""
+"""The time from the stop signal, or the last heartbeat, to SIGKILL; workers that can run end themselves before."""
 
 SAY_SECONDS = 3.0
-"""After which a user who waits for a stop hears what it waits for."""
+"""The time after which the user is told what a stop waits for."""
 
 AGAIN_SECONDS = 1.0
-"""After which another Ctrl-C is not the same one any more, which a terminal sends to all processes."""
+"""The time after which a Ctrl-C counts as a second one; a terminal sends the first to all processes."""
 
 
 def note_stop_signals(outcome: Outcome) -> None:
-    """What is left to be done takes no time: a stop signal is only noted."""
+    """Let stop signals only be noted in the outcome, since the remaining work takes no time."""
 
     def note(signum: int, frame: object) -> None:
         outcome.late_signum = outcome.late_signum or signum
@@ -41,19 +41,20 @@ def on_stop_signals(call: Callable[[int, Any], None]) -> None:
 
 
 def start_process(module: str, words: Sequence[str], variables: Mapping[str, str]) -> Any:
-    """Start a rank, which prints where we do. A signal to our process group does not reach it, nor its data loaders."""
+    """Start a rank with our output. Signals to our process group do not reach it or its data loaders."""
     command = python_words(module, *words)
     return subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
 
 
 class RankProcesses:
-    """The processes of this node's ranks: which have ended, and how; and how they are ended.
+    """The processes of this node's ranks.
 
     Args:
-        outcome: in which it is noted how they end, and whether a second Ctrl-C has come.
+        outcome: records how they end, and whether a second Ctrl-C has come.
+        files: the files through which ranks and launcher communicate.
 
     Attributes:
-        all: global rank -> its process, as `subprocess.Popen`.
+        all: global rank -> its process, a `subprocess.Popen`.
     """
 
     def __init__(self, outcome: Outcome, files: RankFiles) -> None:
@@ -64,21 +65,22 @@ class RankProcesses:
         return {rank: process for rank, process in self.all.items() if rank not in self._outcome.exits}
 
     def note_exits(self) -> None:
-        """Record how those have ended that did so by themselves."""
+        """Record the exits of ranks that have ended by themselves."""
         for rank, process in self.running().items():
             if (code := process.poll()) is not None:
                 is_finished = self._files.finished_code(rank) is not None
                 self._outcome.exits[rank] = RankExit(code, is_finished=is_finished)
 
     def end_all(self, signum: int = signal.SIGTERM, can_save: Callable[[], bool] = lambda: True) -> None:
-        """End those that still run: the signal, then SIGKILL for those that cannot end themselves.
+        """End the ranks that still run: by the signal, then by SIGKILL where a rank cannot end itself.
 
         Args:
-            can_save: asked again and again whether a checkpoint can still be complete, as far as others than these
-                ranks decide it.
+            signum: the signal.
+            can_save: returns whether a checkpoint can still be complete, as far as other nodes decide it; called again
+                and again.
         """
         self.note_exits()
-        if not (left := self.running()):
+        if not (running := self.running()):
             return
         exits, files, began = self._outcome.exits, self._files, time.monotonic()
 
@@ -88,35 +90,35 @@ class RankProcesses:
                 files.hurry()
                 self._outcome.is_hurried = True
 
-        note_stop_signals(self._outcome)  # but for a second Ctrl-C, after which nothing is saved
+        note_stop_signals(self._outcome)  # except a second Ctrl-C, after which nothing is saved
         signal.signal(signal.SIGINT, again)
-        for process in left.values():
+        for process in running.values():
             process.send_signal(signum)
-        beats: dict[int, int | None] = dict.fromkeys(left)
-        deadlines = dict.fromkeys(left, began + KILL_SECONDS)
+        beats: dict[int, int | None] = dict.fromkeys(running)
+        deadlines = dict.fromkeys(running, began + KILL_SECONDS)
         is_saving, has_spoken = True, False
-        while left := self.running():
+        while running := self.running():
             now = time.monotonic()
             if is_saving and not (can_save() and all(ended.is_finished for ended in exits.values())):
                 is_saving = False
                 files.hurry()
-            for rank, process in left.items():
+            for rank, process in running.items():
                 if (beat := files.last_beat(rank)) != beats[rank]:
                     beats[rank], deadlines[rank] = beat, now + KILL_SECONDS
                 is_killed = process.poll() is None and now >= deadlines[rank]
-                if is_killed:  # with all processes of its own
+                if is_killed:  # together with its child processes
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 if process.poll() is not None:
                     code, announced = process.returncode, files.finished_code(rank)
                     if is_killed and announced is not None:
-                        code = announced  # Python takes seconds to take torch apart: nothing is lost with it
-                    by_somebody_else = code == -signal.SIGKILL and not is_killed
-                    exits[rank] = RankExit(code, not by_somebody_else, is_finished=announced is not None)
-            if is_saving and not has_spoken and now - began > SAY_SECONDS and any(beats[rank] for rank in left):
+                        code = announced  # it had finished; only the teardown of torch, which takes seconds, was cut
+                    by_another = code == -signal.SIGKILL and not is_killed
+                    exits[rank] = RankExit(code, not by_another, is_finished=announced is not None)
+            if is_saving and not has_spoken and now - began > SAY_SECONDS and any(beats[rank] for rank in running):
                 has_spoken = True
-                said = "waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do not wait)"
-                print(f"colossus: {said}", file=sys.stderr, flush=True)
+                text = "waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do not wait)"
+                print(f"colossus: {text}", file=sys.stderr, flush=True)
             time.sleep(0.02)
         note_stop_signals(self._outcome)

@@ -1,4 +1,4 @@
-"""Where the launchers of a run meet, before each of its attempts: torch's elastic rendezvous."""
+"""The rendezvous of a run's launchers before each of its attempts, by torch's elastic."""
 
 from __future__ import annotations
 
@@ -23,20 +23,26 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from colossus.launch.node_plans import NodeRange
 
 SAY_SECONDS = 15.0
-"""How long the others may take to come before the user hears that they are waited for."""
+"""The time after which the user is told that the launcher waits for other nodes."""
 
-_MEET_SECONDS, _WAIT_SECONDS = 600, 7 * 24 * 3600
-"""How long a node waits: for the others; where their number is not fixed, for a place in a run that goes on."""
+_JOIN_SECONDS, _WAIT_SECONDS = 600, 7 * 24 * 3600
+"""The longest wait of a node for the others, and where their number may vary, for a place in a run that goes on."""
 
 _ALIVE_SECONDS, _MISSED = 2, 5
-"""Between two signs of life in the rendezvous, and how many of them are missed before a node counts as gone."""
+"""The interval of heartbeats in the rendezvous, and the number of missed ones after which a node counts as gone."""
 
-#: with it each round tells its own address; a round that is not the first would wait for one that nobody tells
+#: without it, torch shares the first round's store, and later rounds would wait for an address that no node sets
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class Meeting(NamedTuple):
-    """One round: a store of its own, this node's place in it, and how many nodes there are."""
+class Round(NamedTuple):
+    """One round of the rendezvous.
+
+    Attributes:
+        store: a store of the round's own.
+        place: this node's number in it.
+        num_nodes: the number of nodes.
+    """
 
     store: Any
     place: int
@@ -44,30 +50,36 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """The meeting place of one launcher. Nothing is connected before the first `meet`.
+    """The rendezvous of one launcher, which connects at the first `join`.
 
     Args:
         endpoint: ``host:port``; the first launcher there that can listen holds the store of the whole run.
-        rejoin_seconds: that a round waits for more nodes than the fewest.
+        nodes: the numbers of nodes.
+        rejoin_seconds: the time for which a round with the least number of nodes waits for more.
+
+    Attributes:
+        holds_store: whether the store of the run is in this process.
     """
 
     def __init__(self, endpoint: str, nodes: NodeRange, rejoin_seconds: float) -> None:
         self.endpoint, self.nodes = endpoint, nodes
         self._rejoin_seconds = max(1, round(rejoin_seconds))
         self._handler: RendezvousHandler | None = None
-        self.holds_store = self._has_met = False
+        self.holds_store = self._has_joined = False
 
-    def meet(self) -> Meeting:
-        """Leave the round before, and wait until the next is complete: until the most nodes are there, or the fewest
-        and nobody else has come for the time given.
+    def join(self) -> Round:
+        """Leave the round before, and wait until the next is complete.
+
+        It is complete when the largest number of nodes is there, or the least number and no other node has come for
+        ``rejoin_seconds``.
 
         Raises:
-            RuntimeError: when the nodes do not meet, or the run is over.
+            RuntimeError: the nodes do not meet, or the run is over.
         """
-        said = f"colossus: waiting at {self.endpoint} until all {self.nodes.most} nodes are there"
+        text = f"colossus: waiting at {self.endpoint} until all {self.nodes.most} nodes are there"
         if self.nodes.least < self.nodes.most:
-            said += f", or for {self._rejoin_seconds} s when {self.nodes.least} are"
-        timer = threading.Timer(SAY_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+            text += f", or for {self._rejoin_seconds} s when {self.nodes.least} are"
+        timer = threading.Timer(SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
         timer.daemon = True
         timer.start()
         before = os.environ.get(_NO_SHARED_STORE)
@@ -79,9 +91,9 @@ class Rendezvous:
         except RendezvousClosedError:
             raise RuntimeError("the run there is over: one of its nodes has ended it") from None
         except RendezvousConnectionError as error:
-            if not self._has_met:
+            if not self._has_joined:
                 raise RuntimeError(f"no launcher can be reached there: {_first_line(error)}") from error
-            raise RuntimeError("the launcher that held the meeting place has gone, and with it the run") from error
+            raise RuntimeError("the launcher that held the rendezvous has gone, and with it the run") from error
         except RendezvousError as error:
             raise RuntimeError(_first_line(error) or "the nodes have not met in time") from error
         finally:
@@ -89,11 +101,11 @@ class Rendezvous:
             del os.environ[_NO_SHARED_STORE]
             if before is not None:
                 os.environ[_NO_SHARED_STORE] = before
-        self._has_met = True
-        return Meeting(info.store, info.rank, info.world_size)
+        self._has_joined = True
+        return Round(info.store, info.rank, info.world_size)
 
     def num_newcomers(self) -> int:
-        """Nodes that have come after this round was complete."""
+        """Return the number of nodes that have come after this round was complete."""
         assert self._handler is not None
         with contextlib.suppress(RendezvousError, RuntimeError):
             return self._handler.num_nodes_waiting()
@@ -101,23 +113,23 @@ class Rendezvous:
 
     @property
     def can_leave(self) -> bool:
-        """Whether the others can go on without this launcher."""
+        """Return whether the other nodes can go on without this launcher."""
         return self.nodes.least < self.nodes.most and not self.holds_store
 
     def close(self) -> None:
-        """Nobody meets here any more: the run is over for all nodes."""
+        """End the rendezvous, and with it the run for all nodes."""
         if self._handler is not None:
             with contextlib.suppress(RendezvousError, RuntimeError):
                 self._handler.shutdown()
 
     def _make(self) -> tuple[RendezvousHandler, bool]:
-        """Elastic's, and whether its store is in this process."""
-        # torch's loggers set their own levels, so only cutting them off above works: `report` prints one block
+        """Make elastic's handler, and return it with whether its store is in this process."""
+        # torch's loggers set their own levels, so they are silenced here, in favour of the one block of `report`
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
         options: dict[str, Any] = {
-            "join_timeout": _MEET_SECONDS if self.nodes.least == self.nodes.most else _WAIT_SECONDS,
+            "join_timeout": _JOIN_SECONDS if self.nodes.least == self.nodes.most else _WAIT_SECONDS,
             "last_call_timeout": self._rejoin_seconds,
             "keep_alive_interval": _ALIVE_SECONDS,
             "keep_alive_max_attempt": _MISSED,
@@ -139,7 +151,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_here(endpoint: str) -> bool:
-    """Whether the endpoint's host is this machine: then one can listen at its address."""
+    """Return whether the endpoint's host is this machine, which can then listen at its address."""
     try:
         host = urlsplit(f"//{endpoint}").hostname
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

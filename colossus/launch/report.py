@@ -1,4 +1,4 @@
-"""What the user of one launcher reads at the end of a run, and the exit code. No torch."""
+"""The report of a launcher at the end of a run, and its exit code. No torch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ _WIDTH = 100
 
 
 def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
-    """Print what is to be said at the end.
+    """Print the report of an attempt, and return its exit code.
 
-    Returns:
-        The exit code.
+    Args:
+        outcome: the outcome of the attempt.
+        config: its config.
+        grid: its ranks.
     """
     folder, ends = outcome.folder, [outcome, *outcome.others]
-    exits, found = outcome.of_all_nodes()
-    has_culprit = bool(found) and found[0].is_own
+    exits, causes = outcome.of_all_nodes()
+    has_culprit = bool(causes) and causes[0].is_own
     server = next((end.server for end in ends if end.server is not None), None)
     signum = next((end.signum for end in ends if end.signum and not end.leaves), None)
     code = exit_code(signum) if signum is not None else None
     if code is None and server is None and not outcome.gone:
         if exits and all(ended.is_good for ended in exits.values()):
             return DONE
-        code = stop_code(found, exits)
+        code = stop_code(causes, exits)
         signum = code - 128 if code is not None else None
     if code is not None:
         print(stopped_line(folder, config, signum))
@@ -47,20 +49,20 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         lines = [server, "Parameters live at the servers, so the workers were stopped."]
         _print(_framed(server.split(" (")[0], lines, folder))
     elif code is not None:
-        return _code_of_stop(outcome, code, found, config, grid)
+        return _code_of_stop(outcome, code, causes, config, grid)
     elif outcome.gone and not has_culprit:
         lines = [f"{node} gives no sign of life" for node in outcome.gone]
         lines += ["its launcher was killed, or the machine or its network is down; the ranks here were stopped"]
         _print(_framed(f"{outcome.gone[0].split(' (')[0]} has gone", lines, folder))
-    elif not found:
+    elif not causes:
         _print(f"colossus: the run ended with exit codes {exits} and no record in {folder}")
-    elif found[0].record is not None and found[0].record.kind == "config":
-        _print(f"colossus: {found[0].record.message}")
+    elif causes[0].record is not None and causes[0].record.kind == "config":
+        _print(f"colossus: {causes[0].record.message}")
         return USAGE
-    elif found[0].rank in outcome.exits or len(outcome.exits) == grid.world_size:
-        _print(block(found, grid, folder))
-    else:  # the launcher of its node prints the block
-        failed = f"{_describe_rank(found[0], grid)} {_describe_failure(found[0])}"
+    elif causes[0].rank in outcome.exits or len(outcome.exits) == grid.world_size:
+        _print(block(causes, grid, folder))
+    else:  # the launcher of the culprit's node prints the block
+        failed = f"{_describe_rank(causes[0], grid)} {_describe_failure(causes[0])}"
         _print(f"run failed: {failed}; the ranks here stopped because of it")
     return FAILED
 
@@ -73,10 +75,12 @@ def _print(text: str) -> None:
 
 
 def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str:
-    """One line on where a stopped run is: read from what it left, so that it is also true after a hard end.
+    """Return a line on a stopped run, by the files that it left, so that it is also true after a hard end.
 
     Args:
-        folder: the run folder, None where there is none yet.
+        folder: the run folder; None where there is none yet.
+        config: the config of the run.
+        signum: the stop signal, or None.
     """
     by = f"by {signal.Signals(signum).name} " if signum else ""
     if folder is None:
@@ -97,18 +101,20 @@ def _latest(config: Config, folder: Path) -> Path | None:
     return None
 
 
-def _code_of_stop(outcome: Outcome, code: int, found: Sequence[Cause], config: Config, grid: RankGrid) -> int:
-    """The exit code of a stop; 1, and what was wrong is printed, where checkpoints are saved and the last was not."""
+def _code_of_stop(outcome: Outcome, code: int, causes: Sequence[Cause], config: Config, grid: RankGrid) -> int:
+    """Return the exit code of a stop; where the last checkpoint was not saved, return 1 and print the reason."""
     folder = outcome.folder
     if not config.checkpoint.every or folder is None or outcome.is_hurried:
         return code
-    for record in filter(None, (cause.record for cause in found)):
-        # a save that failed because another rank has ended is a victim
+    for record in filter(None, (cause.record for cause in causes)):
+        # a save that failed because another rank has ended is not the cause
         if record.type == CheckpointError.__name__ and record.kind != "communication":
             _print(f"colossus: {record.message}")
             return FAILED
-    # a rank that is told to stop before its first step ends at once, as one that is stuck does
-    culprits = [each for each in found if each.kind in ("death", "stuck") and (not each.record or each.record.step)]
+    # a rank that is stopped before its first step has a record of kind "stuck", too, but no step
+    culprits = [
+        cause for cause in causes if cause.kind in ("death", "stuck") and (not cause.record or cause.record.step)
+    ]
     row, latest = run_folder.last_metrics(folder), _latest(config, folder)
     saved = read_manifest(latest).step if latest is not None else 0
     is_unsaved = row is not None and row.get("time", 0.0) >= outcome.started and saved < row["step"]
@@ -116,8 +122,8 @@ def _code_of_stop(outcome: Outcome, code: int, found: Sequence[Cause], config: C
         return code
     if row is not None and is_unsaved:
         _print(f"colossus: step {row['step']} was the last, and no checkpoint of it was saved")
-    if found:
-        _print(block(culprits or found, grid, folder))
+    if causes:
+        _print(block(culprits or causes, grid, folder))
     return FAILED
 
 
@@ -125,12 +131,13 @@ def _code_of_stop(outcome: Outcome, code: int, found: Sequence[Cause], config: C
 
 
 def block(causes: Sequence[Cause], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
-    """The one block a user reads after a failed run.
+    """Return the one block of text that a user reads after a failed run.
 
     Args:
-        causes: of `rank_causes`; at least one.
-        folder: the run folder, to be named.
-        others: say how the other ranks ended, too.
+        causes: the result of `rank_causes`, with at least one.
+        grid: the ranks of the run.
+        folder: the run folder, which is named.
+        others: whether to describe the ends of the other ranks, too.
     """
     first, record = causes[0], causes[0].record
     lines = [f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
@@ -154,14 +161,14 @@ def _framed(what: str, lines: Sequence[str], folder: Path | None) -> str:
 
 
 def summary(causes: Sequence[Cause]) -> str:
-    """One line on the first of the causes: ``rank 1 at step 7 raised ValueError: no such file``."""
+    """Return one line on the first cause: ``rank 1 at step 7 raised ValueError: no such file``."""
     first = causes[0]
     message = f": {_shorten(first.record.message)}" if first.kind == "error" and first.record is not None else ""
     return f"rank {first.rank}{_at_step(causes)} {_describe_failure(first)}{message}"
 
 
 def _at_step(causes: Sequence[Cause]) -> str:
-    """Of the culprit; near that of another where it has left no record: replicas need not be in the same step."""
+    """Return the step of the culprit; where it has no record, "near" that of another rank, whose step may differ."""
     own = causes[0].record
     record = own or next((cause.record for cause in causes if cause.record is not None), None)
     if record is None:
@@ -172,7 +179,7 @@ def _at_step(causes: Sequence[Cause]) -> str:
 
 
 def one_line(record: FailureRecord, folder: Path | None) -> str:
-    """What a rank that is not the culprit says when no launcher of ours collects the records."""
+    """Return the line that a rank which is not the culprit prints where no launcher of ours collects the records."""
     how = "stopped because another rank went away" if record.kind == "communication" else "failed too"
     where = f"; its record: {folder / failures.FOLDER / f'rank{record.rank}.json'}" if folder else ""
     return f"rank {record.rank} {how}: {record.type}: {_shorten(record.message)}{where}"
@@ -211,20 +218,20 @@ _DEATHS = {
 
 
 def describe_death(code: int) -> str:
-    """How a process ended that was not told to: ``was killed by SIGKILL: ...``"""
+    """Return a text on a process that ended by itself: ``was killed by SIGKILL: ...``."""
     if code == 0:
         return "ended with exit code 0 before training was through (os._exit(0) in the model or in a library?)"
     if code > 0:
         return f"ended with exit code {code} without an exception (os._exit or a native library?)"
-    known = {each.value: each.name for each in signal.Signals}
-    name = known.get(-code, f"signal {-code}")
+    names = {member.value: member.name for member in signal.Signals}
+    name = names.get(-code, f"signal {-code}")
     if name == "SIGABRT" and has_few_open_files():
         return f'was killed by {name}; if it says "{failures.OPEN_FILES_ERROR}" above: {open_files_advice()}'
     return f"was killed by {name}{f': {_DEATHS[name]}' if name in _DEATHS else ''}"
 
 
 def _others(causes: Sequence[Cause], world_size: int) -> list[str]:
-    """How the ranks beside the first cause ended."""
+    """Return lines on the ends of the ranks other than the culprit."""
     first, rest = causes[0], {cause.rank: cause for cause in causes[1:]}
     lines: list[str] = []
     victims: list[int] = []

@@ -1,7 +1,7 @@
-"""Whether the ranks are started again after a failure, from where, and what that has cost. No torch.
+"""Restarts of the ranks after a failure: the decision, the place from which they go on, and their cost. No torch.
 
-The launcher decides (`Restarts`). What was lost is known when the ranks train again, so the first rank writes it down
-(`note_restart`), one row in ``restarts.jsonl`` of the run folder.
+The launcher decides (`Restarts`). The cost is known when the ranks train again, so the first rank writes it
+(`record_restart`) as one row of ``restarts.jsonl`` in the run folder.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from colossus.monitor.row_file import RowFile
 
 ROWS = "restarts.jsonl"
 
-#: errors that are in what was saved since, or come again: why there is no restart where the config does not go back
+#: errors that would come again, or that a later checkpoint may contain -> the reason against a restart without rollback
 _NEED_ROLLBACK = {
-    "ReplicasDiffer": "what was saved since may differ, too; train.on_mismatch=restart goes back before it",
+    "ReplicasDiffer": "checkpoints since then may differ, too; train.on_mismatch=restart goes back before it",
     "LossSpike": "the same batches would have the same loss; train.on_spike.action=rollback leaves them out",
 }
 
 _RESTART = "COLOSSUS_RESTART"
-"""Environment variable with what the launcher knows of a restart, for the ranks that it starts."""
+"""The environment variable with the restart's facts, for the ranks that the launcher starts."""
 
 
 @dataclass
 class History:
-    """What is known of the attempts so far. The first node's is that of all: another may come later, or take its place.
+    """The history of a run's attempts. All nodes have that of the first one, since another may take its place.
 
     Attributes:
-        number: of restarts so far; of attempts that ended because nodes have come, too.
-        times: of those after a failure, in seconds since the epoch.
-        errors: that ranks have raised: type, message, step.
-        pending: restarts after which no rank has trained yet, and when the attempt before them began.
-        rollback: `Order` of the next attempt.
-        size: of the file of rows when the first of these was noted, in bytes.
+        number: the number of restarts so far, also of those because nodes have joined or left.
+        times: the times of restarts after a failure, in seconds since the epoch.
+        errors: the errors that ranks have raised, as (type, message, step).
+        pending: the rows of restarts after which no rank has trained yet.
+        started: the time at which the attempt before the pending restarts began.
+        rollback: the `Order` of the next attempt, or None.
+        size: the bytes of the file of rows when the first pending restart was recorded.
     """
 
     number: int = 0
@@ -64,13 +65,14 @@ _HISTORY = TypeAdapter(History)
 
 
 class Restarts:
-    """Of one run, in its launcher.
+    """The restarts of one run, in its launcher.
 
     Args:
+        config: the config of the run.
         begin: makes and locks the run folder for the first attempt.
 
     Attributes:
-        folder: of the run, None before it is known here.
+        folder: the run folder; None before this node has it.
     """
 
     def __init__(self, config: Config, begin: Callable[[], RunStart]) -> None:
@@ -79,56 +81,57 @@ class Restarts:
         self._resume: str | None = None
         self._locks: Sequence[TextIO] = ()
         self._history = History()
-        os.environ.pop(_RESTART, None)  # of a launch around this one
+        os.environ.pop(_RESTART, None)  # it may come from a launch around this one
 
     @property
     def number(self) -> int:
         return self._history.number
 
     def begin(self) -> RunStart:
-        """Where the next attempt begins, on the first node; the folders stay locked between attempts, until `close`."""
+        """Return the start of the next attempt, on the first node; the folders stay locked until `close`."""
         if self.folder is None:
             self.folder, self._resume, self._locks = self._begin()
         elif not self._locks:
-            # the node that had it has gone; a file system of the network may keep its lock for minutes
+            # the node with the lock has gone; a network file system may keep that lock for minutes
             with suppress(ConfigError):
                 self._locks = (run_folder.take(self.folder, None),)
         if self.number:
             failures.clear(self.folder)
         return RunStart(self.folder, self._resume, tuple(self._locks))
 
-    def tell(self) -> Any:
-        """What another node needs to know, for `hear`."""
+    def history(self) -> Any:
+        """Return the history for other nodes, as `receive_history` takes it."""
         return _HISTORY.dump_python(self._history, mode="json"), self._resume
 
-    def hear(self, folder: Path, told: Any) -> None:
-        """Take over what the first node knows; the ranks that are started next find it."""
-        self.folder, (history, self._resume) = folder, told
+    def receive_history(self, folder: Path, history_and_resume: Any) -> None:
+        """Take over the first node's history, and set the environment of the ranks that are started next."""
+        self.folder, (history, self._resume) = folder, history_and_resume
         self._history = _HISTORY.validate_python(history)
         if self._history.pending:
-            known = {
+            restart = {
                 "restarts": self._history.pending,
                 "started": self._history.started,
                 "rollback": self._history.rollback,
             }
-            os.environ[_RESTART] = json.dumps(known)
+            os.environ[_RESTART] = json.dumps(restart)
 
     def close(self) -> None:
-        """The run is over."""
-        known = self._history
-        if self._locks and self.folder is not None and known.pending and known.size == _size_of(self.folder / ROWS):
-            _write(self.folder, known.pending)
+        """Write pending rows, and release the locks; the run is over."""
+        past = self._history
+        if self._locks and self.folder is not None and past.pending and past.size == _size_of(self.folder / ROWS):
+            _write(self.folder, past.pending)
         for lock in self._locks:
             lock.close()
         os.environ.pop(_RESTART, None)
 
     def follow(self, outcome: Outcome, code: int) -> bool:
-        """Whether another attempt follows one that has ended so; then what it starts from is ready, and printed.
+        """Decide whether another attempt follows; if so, record it and print a line.
 
         Args:
-            code: the exit code that `report` gave it.
+            outcome: the outcome of the attempt.
+            code: the exit code that `report` returned for it.
         """
-        section, folder, known = self._config.launch.restarts, outcome.folder, self._history
+        section, folder, past = self._config.launch.restarts, outcome.folder, self._history
         if section is None or not section.max or folder is None or code != FAILED:
             return False
         exits, causes = outcome.of_all_nodes()
@@ -138,14 +141,14 @@ class Restarts:
         if was_stopped or outcome.late_signum is not None or any(end.signum is not None for end in ends):
             return False
         now = time.time()
-        recent = [moment for moment in known.times if section.within is None or now - moment < section.within]
-        reason = self._would_come_again(causes)
+        recent = [moment for moment in past.times if section.within is None or now - moment < section.within]
+        reason = self._reason_against(causes)
         if reason is None and len(recent) >= section.max:
             reason = f"{len(recent)} of launch.restarts.max = {section.max} are used"
         if reason is not None:
             _print(f"colossus: no restart: {reason}")
             return False
-        known.times = [*recent, now]
+        past.times = [*recent, now]
         cause = server or (summary(causes) if causes and (causes[0].is_own or not outcome.gone) else None)
         if cause is None:
             cause = f"{outcome.gone[0]} has gone" if outcome.gone else "ranks ended early"
@@ -153,19 +156,19 @@ class Restarts:
         record = causes[0].record if causes else None
         if record is not None and record.rollback is not None:
             until, skip_batches = record.rollback
-            known.rollback = until, skip_batches, now
+            past.rollback = until, skip_batches, now
         _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again")
         return True
 
     def regroup(self, outcome: Outcome) -> None:
-        """Another attempt follows one that was stopped because nodes come or leave; it does not count as a restart."""
+        """Record that another attempt follows because nodes join or leave, which does not count as a restart."""
         assert outcome.folder is not None
         cause = "a node has left" if any(end.leaves for end in outcome.others) else "more nodes are there"
         self._note(outcome.folder, cause, outcome.started)
         _print(f"colossus: {cause}: the ranks were stopped, and start again on the nodes that are there")
 
-    def _would_come_again(self, causes: Sequence[Cause]) -> str | None:
-        """Why another attempt would end as this one, in words; None where that is not known."""
+    def _reason_against(self, causes: Sequence[Cause]) -> str | None:
+        """Return why another attempt would end like this one, or None where nothing suggests it."""
         record = causes[0].record if causes and causes[0].kind == "error" else None
         if record is None:
             return None
@@ -181,17 +184,21 @@ class Restarts:
         return None
 
     def _note(self, folder: Path, cause: str, started: float) -> None:
-        """What the ranks of the next attempt are to write down."""
-        known, size = self._history, _size_of(folder / ROWS)
-        if not known.pending or size != known.size:  # the ranks have trained, and written it down
-            known.pending, known.started, known.size, known.rollback = [], started, size, None
-        known.number += 1
-        known.pending.append({"restart": known.number, "cause": cause, "time": time.time()})
+        """Add a pending restart, which the first rank of the next attempt will write."""
+        past, size = self._history, _size_of(folder / ROWS)
+        if not past.pending or size != past.size:  # the ranks have trained, and written the restarts before
+            past.pending, past.started, past.size, past.rollback = [], started, size, None
+        past.number += 1
+        past.pending.append({"restart": past.number, "cause": cause, "time": time.time()})
 
 
 class Order(NamedTuple):
-    """What a rank is told that is started again: the newest step that it may go on from (None: any), how many batches
-    it leaves out behind that (None: those up to that of the next step), and when that was decided.
+    """The launcher's order to the ranks of a restart.
+
+    Attributes:
+        until: the newest step from which they may resume; None: any.
+        skip_batches: the number of batches that they skip after it; None: those up to that of the next step.
+        time: the time of the decision, in seconds since the epoch.
     """
 
     until: int | None = None
@@ -200,23 +207,29 @@ class Order(NamedTuple):
 
 
 def order_of_restart() -> Order | None:
-    """In a rank: None where the launcher has not started it again."""
+    """Return the order to this rank, or None where the launcher has not restarted it."""
     text = os.environ.get(_RESTART)
     if text is None:
         return None
     return Order(*(json.loads(text)["rollback"] or ()))
 
 
-def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
-    """In the first rank, before the first step and before rows of metrics are cut: if the launcher has started it again
-    after a failure, write down and print what that has cost.
+def record_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
+    """Write and print the cost of a restart, if this is one.
+
+    The first rank calls this before its first step, and before rows of metrics are removed.
+
+    Args:
+        folder: the run folder.
+        completed_steps: the step of the checkpoint from which the run resumes.
+        resumed_from: that checkpoint; None where the run begins at the first step.
     """
     text = os.environ.get(_RESTART)
     if text is None:
         return
-    known = json.loads(text)
-    cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, known["started"])
-    *failed, last = known["restarts"]
+    restart = json.loads(text)
+    cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, restart["started"])
+    *failed, last = restart["restarts"]
     _write(folder, [*failed, last | cost])
     again = f"{cost['steps_redone']} step(s) come again, {cost['seconds_lost']:.1f} s are lost"
     where = f"from {resumed_from}" if resumed_from is not None else "with the beginning, since nothing was saved"
@@ -224,8 +237,15 @@ def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) 
 
 
 def _cost(metrics: RunMetrics, completed_steps: int, started: float) -> dict[str, Any]:
-    """The step behind which the run goes on; steps that were done and come again; seconds from where the attempt that
-    failed, which began at ``started``, had begun what comes again, until now.
+    """Return the cost of a restart as a part of its row.
+
+    It has the step of the checkpoint, the number of steps that are trained again, and the seconds from the beginning of
+    these steps in the failed attempt until now.
+
+    Args:
+        metrics: the metrics of the run.
+        completed_steps: the step of the checkpoint.
+        started: the time at which the failed attempt began.
     """
     since, redone = started, 0
     for row in metrics.rows:

@@ -1,6 +1,7 @@
-"""Where a run writes and from which checkpoint it goes on, decided before a process starts. No torch.
+"""The choice of the folder and the checkpoint of a run, before a process starts. No torch.
 
-`choose` looks, `Origin.take` makes and locks the folders: the launcher does both, under torchrun and srun rank 0 does.
+`choose` only looks; `Origin.take` makes and locks the folders. The launcher calls both; under torchrun and srun, rank 0
+does.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from colossus.launch import run_folder
 from colossus.launch.checks import check_weights
 
 AUTO = "auto"
-#: in a folder of checkpoints that is not in the run folder: which that is
+#: file in a folder of checkpoints outside of the run folder, with the path of the run folder
 _RUN_FOLDER = "run-folder"
 
 
 class RunStart(NamedTuple):
-    """The folder of a run that begins, its own until the ``locks`` are closed, and what the ranks load: "auto", the
-    latest checkpoint; a folder; None where they begin at the first step.
+    """The folder of a run that begins, and the checkpoint that its ranks load.
+
+    Attributes:
+        folder: the run folder, which the run owns until ``locks`` are closed.
+        resume: "auto" for the latest checkpoint, or a folder; None where the ranks begin at the first step.
+        locks: the open lock files.
     """
 
     folder: Path
@@ -38,13 +43,14 @@ class RunStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run writes, and from which checkpoint it goes on. Nothing is made or locked yet.
+    """The folder and the checkpoint of a run that is to begin; neither is made or locked yet.
 
     Attributes:
-        folder: the run folder, None for a new one of the config's name.
-        checkpoint: None where the run begins at the first step.
-        is_own: the folder was used by an earlier attempt of the same run.
-        is_latest: the checkpoint is the latest of the run that goes on; False of one that a user has named.
+        config: the config of the run.
+        folder: the run folder; None for a new one with the config's name.
+        checkpoint: the checkpoint from which it resumes; None where it begins at the first step.
+        is_own: whether an earlier attempt of the same run has used the folder.
+        is_latest: whether the checkpoint is the latest of the run that is resumed, not one that the user has named.
     """
 
     config: Config
@@ -54,53 +60,49 @@ class Origin:
     is_latest: bool = False
 
     def find_weights(self) -> Path | None:
-        """The checkpoint whose weights the run takes before its first step; None where it takes none.
+        """Return the checkpoint whose weights the run loads before its first step, or None.
 
         Raises:
-            ConfigError: when it is no whole checkpoint.
+            ConfigError: it is not complete.
         """
-        wanted = self.config.checkpoint.weights
-        if wanted is None or self.checkpoint is not None:
+        section = self.config.checkpoint.weights
+        if section is None or self.checkpoint is not None:
             return None
         try:
-            found = find_weights(wanted.path)
-            if wanted.average is not None:
-                manifest_of(found, wanted.average)
-            return found
+            weights = find_weights(section.path)
+            if section.average is not None:
+                manifest_of(weights, section.average)
+            return weights
         except CheckpointError as error:
-            raise ConfigError(f"checkpoint.weights = {wanted.path!r}: {error}") from None
+            raise ConfigError(f"checkpoint.weights = {section.path!r}: {error}") from None
 
     def check(self) -> None:
-        """Refuse the folders of other runs, and weights that are not there, or not those of the model.
-
-        Raises:
-            ConfigError: naming the folder.
-        """
-        if (found := self.find_weights()) is not None:
-            check_weights(self.config, found)
+        """Raise ConfigError for folders of other runs, and for weights that are missing or do not fit the model."""
+        if (weights := self.find_weights()) is not None:
+            check_weights(self.config, weights)
         if self.folder is not None:
             run_folder.check(self.folder, is_own=self.is_own)
         self._check_checkpoints()
 
     def _check_checkpoints(self) -> None:
-        """Refuse the checkpoints of a run that is not resumed: this one would remove them."""
+        """Raise ConfigError where the folder has checkpoints of another run, which this one would remove."""
         section = self.config.checkpoint
         if not section.every or (self.folder is None and section.dir is None):
             return
         root = root_of(section.dir, self.folder or Path())
         goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == root.resolve()
-        if not goes_on and (held := checkpoints(root)):
+        if not goes_on and (others := checkpoints(root)):
             raise ConfigError(
-                f"checkpoint.dir {root}: holds {len(held)} checkpoint{'s' * (len(held) > 1)} of another run already "
-                f"(the newest is {held[-1].name}), which this run would replace and remove; --resume goes on with "
-                f"it, else give another folder, or move it away"
+                f"checkpoint.dir {root}: holds {len(others)} checkpoint{'s' * (len(others) > 1)} of another run "
+                f"already (the newest is {others[-1].name}), which this run would replace and remove; --resume goes on "
+                f"with it, else give another folder, or move it away"
             )
 
     def take(self) -> RunStart:
-        """Make and lock the folders; metrics of an attempt that left no checkpoint are renamed.
+        """Make and lock the folders, and rename the metrics of an attempt that left no checkpoint.
 
         Raises:
-            ConfigError: when they cannot be made, or are another run's; when there are no weights.
+            ConfigError: the folders cannot be made or belong to another run, or the weights are missing.
         """
         self.find_weights()
         self._check_checkpoints()
@@ -116,8 +118,8 @@ class Origin:
                 (root / _RUN_FOLDER).write_text(f"{folder.resolve()}\n")
             if self.is_own and not self.is_latest and run_folder.has_metrics(folder):
                 lost = (folder / run_folder.METRICS).replace(folder / "metrics.lost.jsonl")
-                said = f"{folder}: an attempt has left no checkpoint; its metrics are in {lost}, the run begins anew"
-                print(f"colossus: {said}", file=sys.stderr)
+                text = f"{folder}: an attempt has left no checkpoint; its metrics are in {lost}, the run begins anew"
+                print(f"colossus: {text}", file=sys.stderr)
         except BaseException:
             for lock in locks:
                 lock.close()
@@ -128,7 +130,7 @@ class Origin:
         return RunStart(folder, resume, tuple(locks))
 
     def describe(self) -> str:
-        """What is resumed, for ``--dry-run``."""
+        """Return a text on the checkpoint from which the run resumes, for ``--dry-run``."""
         if self.checkpoint is None:
             return "nothing: begins at step 1"
         manifest = read_manifest(self.checkpoint)
@@ -136,47 +138,48 @@ class Origin:
 
 
 def choose(config: Config, *, run_dir: str | None = None, resume: bool = False) -> Origin:
-    """Where a launch begins.
+    """Choose the folder and the checkpoint of a run.
 
-    ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint: of ``run_dir``, else in
-    ``checkpoint.dir``, else of the newest run of this name that has one. Without ``--resume`` a folder in
+    ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint in ``run_dir``, or in
+    ``checkpoint.dir``, or in the newest run of this name that has one. Without ``--resume``, a folder in
     ``checkpoint.resume`` begins a run of its own.
 
     Args:
-        run_dir: of ``--run-dir``.
-        resume: whether ``--resume`` was given: without a checkpoint there is nothing to be done.
+        config: the config of the run.
+        run_dir: the folder of ``--run-dir``.
+        resume: whether ``--resume`` was given, which needs a checkpoint.
 
     Raises:
-        ConfigError: when there is nothing to resume, or what there is is not whole.
+        ConfigError: there is nothing to resume, or the checkpoint is not complete.
     """
-    wanted = config.checkpoint.resume
-    given = Path(run_dir) if run_dir is not None else None
-    if not resume and wanted != AUTO:
-        return Origin(config, given, _named(wanted))
-    found, folder, is_own, name = None, None, True, config.name or "run"
+    setting = config.checkpoint.resume
+    run_path = Path(run_dir) if run_dir is not None else None
+    if not resume and setting != AUTO:
+        return Origin(config, run_path, _named_checkpoint(setting))
+    latest, folder, is_own, name = None, None, True, config.name or "run"
     if config.checkpoint.dir is not None:
         root = root_of(config.checkpoint.dir, Path())
-        used, looked = _run_folder_of(root), f"{root} (checkpoint.dir)"
-        found, folder = _latest(root), given or used
-        is_own = used is not None and folder is not None and used.resolve() == folder.resolve()
+        last_folder, searched = _run_folder_of(root), f"{root} (checkpoint.dir)"
+        latest, folder = _latest(root), run_path or last_folder
+        is_own = last_folder is not None and folder is not None and last_folder.resolve() == folder.resolve()
     else:
-        looked = str(root_of(None, given)) if given is not None else f"{Path('runs') / name}-*"
-        for folder in [given] if given is not None else run_folder.of_name(name):
-            found = _latest(root_of(None, folder))
-            if found is not None:
+        searched = str(root_of(None, run_path)) if run_path is not None else f"{Path('runs') / name}-*"
+        for folder in [run_path] if run_path is not None else run_folder.of_name(name):
+            latest = _latest(root_of(None, folder))
+            if latest is not None:
                 break
-    if found is not None:
-        return Origin(config, folder, found, is_own=is_own, is_latest=True)
+    if latest is not None:
+        return Origin(config, folder, latest, is_own=is_own, is_latest=True)
     if resume:
-        raise ConfigError(f"--resume: there is no checkpoint in {looked}; without --resume a run begins at step 1")
-    return Origin(config, given, is_own=given is not None and (given / run_folder.LOCK).exists())
+        raise ConfigError(f"--resume: there is no checkpoint in {searched}; without --resume a run begins at step 1")
+    return Origin(config, run_path, is_own=run_path is not None and (run_path / run_folder.LOCK).exists())
 
 
 def _run_folder_of(root: Path) -> Path | None:
-    """The run folder of the run that has last saved here, None where it is not known or not there any more."""
+    """Return the run folder of the last run that saved here, or None where it is unknown or gone."""
     with contextlib.suppress(OSError, ValueError):
-        known = (root / _RUN_FOLDER).read_text().strip()
-        return Path(known) if known and os.path.isdir(known) else None
+        path = (root / _RUN_FOLDER).read_text().strip()
+        return Path(path) if path and os.path.isdir(path) else None
     return None
 
 
@@ -187,17 +190,17 @@ def _latest(root: Path) -> Path | None:
         raise ConfigError(f"nothing can be resumed: {error}") from None
 
 
-def _named(wanted: str | None) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` names."""
-    if wanted in (None, AUTO):
+def _named_checkpoint(setting: str | None) -> Path | None:
+    """Return the checkpoint that ``checkpoint.resume`` names, or None."""
+    if setting in (None, AUTO):
         return None
     try:
-        found = locate(Path(wanted or ""))
-        if not read_manifest(found).is_weights_only:
-            return found
+        checkpoint = locate(Path(setting or ""))
+        if not read_manifest(checkpoint).is_weights_only:
+            return checkpoint
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume = {wanted!r}: {error}") from None
+        raise ConfigError(f"checkpoint.resume = {setting!r}: {error}") from None
     raise ConfigError(
-        f"checkpoint.resume = {wanted!r}: {found} has weights only, nothing can go on from it; "
-        f"checkpoint.weights={wanted} begins a run with them"
+        f"checkpoint.resume = {setting!r}: {checkpoint} has weights only, so no run can go on from it; "
+        f"checkpoint.weights={setting} begins a run with them"
     )

@@ -1,4 +1,4 @@
-"""The folder of one run: where it is, that it is not another run's, and what is written there at the start."""
+"""The folder of one run: its place, its locks against other runs, and the files that a start writes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failures
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
-#: where the time of a step goes
+#: the file of a profile, with the parts of a step's time
 PROFILE = "profile/summary.json"
-#: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
+#: files that a run's launcher, and its first rank, which may outlive it, lock while they use the folder
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
 
 
 def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) -> Path:
-    """Return ``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it when that is taken already.
+    """Return ``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it where that exists already.
 
-    The time is UTC: a container and its host, whose local times may differ, agree which run is the newest.
+    The time is UTC, so that a container and its host, whose local times may differ, agree on the newest run.
 
     Args:
-        make: make it; no other launch can have made the same then.
+        name: the name of the run.
+        root: the folder of all runs.
+        make: make the folder, so that no other launch can get the same.
 
     Raises:
-        ConfigError: when it cannot be made.
+        ConfigError: it cannot be made.
     """
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     for number in itertools.count(1):
@@ -57,33 +59,31 @@ def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) 
 
 
 def of_name(name: str, root: Path = Path("runs")) -> list[Path]:
-    """The default folders of earlier runs of this name, the newest first."""
+    """Return the default folders of earlier runs of this name, the newest first."""
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     try:
-        found = [(path, pattern.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()]
+        matches = [(path, pattern.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()]
     except OSError:
         return []
-    dated = [(match[1], int(match[2] or 1), path) for path, match in found if match is not None]
+    dated = [(match[1], int(match[2] or 1), path) for path, match in matches if match is not None]
     return [path for _, _, path in sorted(dated, reverse=True)]
 
 
-# -- whose it is ----------------------------------------------------------------------------------------------
+# -- checks and locks -------------------------------------------------------------------------------------------
 
 
 def check(folder: Path, *, is_own: bool = False) -> None:
-    """Refuse what can be no folder, and one that another run has written metrics or a config to.
+    """Raise ConfigError for a path that cannot be a folder, or a folder with metrics or a config of another run.
 
     Args:
-        is_own: an earlier attempt of this very run has used it.
-
-    Raises:
-        ConfigError: naming the folder and what to do.
+        folder: the run folder.
+        is_own: whether an earlier attempt of this run has used it.
     """
     try:
         exists = os.stat(folder) is not None
     except (FileNotFoundError, NotADirectoryError):
         exists = False
-    except (OSError, ValueError) as error:  # a name too long, no permission to look, a null character
+    except (OSError, ValueError) as error:  # the name is too long, has a null character, or may not be read
         raise ConfigError(f"--run-dir {folder}: cannot be used: {getattr(error, 'strerror', None) or error}") from None
     if exists and not folder.is_dir():
         raise ConfigError(f"--run-dir {folder}: is a file, not a folder; give another one")
@@ -107,15 +107,16 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     """Make the folder, lock it, check it, and remove failure records of an earlier attempt.
 
     Args:
-        is_own: an earlier attempt of this very run has used it.
+        folder: the run folder.
+        is_own: whether an earlier attempt of this run has used it.
 
     Returns:
-        The lock: the folder is this run's until it is closed, at the latest by the end of the process.
+        The lock, which makes the folder this run's until it is closed, or until the process ends.
 
     Raises:
-        ConfigError: when it belongs to another run, cannot be made or cannot be written to.
+        ConfigError: the folder belongs to another run, cannot be made or cannot be written to.
     """
-    # a folder without a lock is left as it is when it is refused; of one that a live run holds that is what is said
+    # a folder without a lock must not get one where it is refused; for one with a lock, that of a live run matters more
     check(folder, is_own=is_own or (folder / LOCK).exists())
     lock = take(folder, None if is_own else "--run-dir")
     try:
@@ -133,10 +134,11 @@ def take(folder: Path, option: str | None) -> TextIO:
     """Make a folder and lock it.
 
     Args:
-        option: that named it, for messages; None for the folder of the run that is to be resumed.
+        folder: the folder.
+        option: the option that names it, for messages; None for the folder of the run that is resumed.
 
     Raises:
-        ConfigError: when it cannot be made or written to, or another live run has it.
+        ConfigError: it cannot be made or written to, or another live run uses it.
     """
     named = f"{option or 'run folder'} {folder}"
     try:
@@ -144,14 +146,14 @@ def take(folder: Path, option: str | None) -> TextIO:
     except OSError as error:
         raise ConfigError(f"{named}: cannot be made: {error.strerror or error}") from None
     is_taken = f"{named}: another run is using it now" if option else f"the run to be resumed, {folder}, is running"
-    return _lock(folder / LOCK, named, is_taken, fcntl.flock)  # of the open file, so also of processes that are forked
+    return _lock(folder / LOCK, named, is_taken, fcntl.flock)  # forked processes share this lock
 
 
 def hold(folder: Path) -> TextIO:
-    """What the first rank holds as long as it lives. Not of the processes it forks.
+    """Take the lock that the first rank holds as long as it lives; the processes that it forks do not share it.
 
     Raises:
-        ConfigError: when the folder cannot be written to, or the first rank of another attempt lives.
+        ConfigError: the folder cannot be written to, or the first rank of another attempt lives.
     """
     named = f"run folder {folder}"
     is_taken = f"{named}: the ranks of a launcher that was killed are still there"
@@ -159,7 +161,7 @@ def hold(folder: Path) -> TextIO:
 
 
 def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], Any]) -> TextIO:
-    """Open a file, lock it where the file system knows locks, and write into it who has it."""
+    """Open a file, lock it where the file system has locks, and write this process's id into it."""
     try:
         file = path.open("a+")
         try:
@@ -173,18 +175,14 @@ def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], A
             pass
     except OSError as error:
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
-    with contextlib.suppress(OSError):  # a full disk: a run that is restarted goes on without
+    with contextlib.suppress(OSError):  # a restarted run goes on without the text where the disk is full
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
     return file
 
 
 def require_room(folder: Path, named: str) -> None:
-    """Refuse to begin a run on a disk that is full, or where a quota is used up.
-
-    Raises:
-        ConfigError: with the folder.
-    """
+    """Raise ConfigError where the disk of a folder is full, or a quota is used up."""
     probe = folder / f".room-{os.getpid()}"
     try:
         probe.write_bytes(bytes(machine.LITTLE_ROOM))
@@ -197,16 +195,18 @@ def require_room(folder: Path, named: str) -> None:
             probe.unlink()
 
 
-# -- what is written there ------------------------------------------------------------------------------------
+# -- files of a start -------------------------------------------------------------------------------------------
 
 
 def write_start(folder: Path, config: Config, data: str | None = None, step: int = 0) -> None:
-    """Write ``config.json`` (resolved) and ``versions.json``. On the logging rank.
+    """Write ``config.json`` (resolved) and ``versions.json``; called on the logging rank.
 
     Args:
-        data: how it describes itself.
-        step: behind which the run goes on. Where it goes on in its folder, the files that stand there stay, and these
-            are ``config.step-00000100.json`` and ``versions.step-00000100.json``.
+        folder: the run folder.
+        config: the resolved config.
+        data: a description of the data.
+        step: the step after which the run goes on. Where the folder has these files already, they stay, and the new
+            ones are ``config.step-00000100.json`` and ``versions.step-00000100.json``.
     """
     import torch
 
@@ -226,12 +226,12 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
         path = (folder / name).with_stem(f"{Path(name).stem}{since}")
         try:
             path.write_text(json.dumps(value, indent=2, default=str) + "\n")
-        except OSError as error:  # of a run that is restarted, say, while its disk is full
+        except OSError as error:  # the disk of a restarted run may be full
             print(f"colossus: {path} cannot be written ({error.strerror}); training goes on", file=sys.stderr)
 
 
 def _git_commit() -> str | None:
-    """Of the working folder, with ``-dirty`` where it has changes; None outside a repository or without git."""
+    """Return the commit of the working folder, with ``-dirty`` where it has changes; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -239,7 +239,7 @@ def _git_commit() -> str | None:
 
 
 def last_metrics(folder: Path) -> dict[str, Any] | None:
-    """The last complete row of the run's metrics, None when there is none."""
+    """Return the last complete row of the run's metrics, or None."""
     try:
         lines = (folder / METRICS).read_bytes().splitlines()
     except OSError:

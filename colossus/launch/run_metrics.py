@@ -12,20 +12,20 @@ from colossus.config import by_path
 
 
 class RunMetrics:
-    """The rows of one run; of a step that was run again the last counts, and half a last line does not.
+    """The rows of one run: the last one of each step, without an incomplete last line.
 
-    A row with ``replica`` tells the tokens and the speed of one replica; here they are times the number of replicas, as
-    they are in the other rows; how many, the ``config.json`` beside the file tells.
+    A row with ``replica`` has the tokens and the speed of one replica. Here they are multiplied by the number of
+    replicas in the ``config.json`` beside the file, so that they are comparable with the other rows.
 
     Args:
-        path: of the file; one that is not there has no rows.
+        path: the file; a missing one has no rows.
 
     Attributes:
-        steps: rising.
-        rows: one of each step.
-        seconds: at the end of each step, since the first began: the sum of ``step_seconds``. Evaluations, checkpoints
-            and the time in which a stopped run stood still are not counted.
-        tokens: of all steps up to each, of those that the file has.
+        steps: the steps, ascending.
+        rows: the row of each step.
+        seconds: for each step, the seconds from the beginning of the first to its end: the sum of ``step_seconds``.
+            Evaluations, checkpoints and the time in which the run was stopped are not counted.
+        tokens: for each step, the tokens of all steps in the file up to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class RunMetrics:
             try:
                 row = json.loads(line)
                 rows[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError):  # half a row of a run that was killed
+            except (ValueError, KeyError, TypeError):  # an incomplete row of a run that was killed
                 continue
         self.steps = sorted(rows)
         self.rows = [rows[step] for step in self.steps]
@@ -48,13 +48,13 @@ class RunMetrics:
 
     @cached_property
     def numbers(self) -> dict[str, dict[int, float]]:
-        """Key -> index of a row -> its number; keys in keys, and numbers of lists, are joined by points."""
-        found: dict[str, dict[int, float]] = {}
+        """All numbers as key -> index of a row -> number; nested keys and indices of lists are joined by points."""
+        numbers: dict[str, dict[int, float]] = {}
         for at, row in enumerate(self.rows):
             for key, number in by_path(row, lists=True):
                 if isinstance(number, int | float) and not isinstance(number, bool):
-                    found.setdefault(key, {})[at] = float(number)
-        return found
+                    numbers.setdefault(key, {})[at] = float(number)
+        return numbers
 
 
 def _replicas(folder: Path) -> int:

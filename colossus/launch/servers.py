@@ -1,4 +1,4 @@
-"""The parameter servers of a run: how many, where they are, started by each node's launcher. No torch."""
+"""The parameter servers of a run, which the launcher of each node starts. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from colossus.launch.nodes import Nodes
 
 LOGS = "logs"
-"""In the run folder: what servers print."""
+"""The folder of servers' logs, in the run folder."""
 
 
 def num_servers(config: Config, nnodes: int) -> int:
-    """As many as the strategy's ``servers`` says, where it has that; None there: one on each node."""
+    """Return the number of servers of a run: the strategy's ``servers``, or one on each node where that is None."""
     options: Any = strategy_options(config)
     if not hasattr(options, "servers"):
         return 0
@@ -29,7 +29,7 @@ def num_servers(config: Config, nnodes: int) -> int:
 
 
 def servers_of_nodes(number: int, nnodes: int) -> list[list[int]]:
-    """Of each node the indices of its servers: spread evenly, neighbours on the same node."""
+    """Return the indices of each node's servers, spread evenly, with consecutive ones on the same node."""
     nodes: list[list[int]] = [[] for _ in range(nnodes)]
     for index in range(number):
         nodes[index * nnodes // number].append(index)
@@ -37,13 +37,13 @@ def servers_of_nodes(number: int, nnodes: int) -> list[list[int]]:
 
 
 def describe_servers(number: int, nnodes: int) -> str:
-    """``2 processes beside the workers, on 2 nodes``."""
+    """Return a text on the servers: ``2 processes beside the workers, on 2 of 4 nodes``."""
     processes = f"{number} process{'' if number == 1 else 'es'} beside the workers"
     return processes if nnodes == 1 else f"{processes}, on {min(number, nnodes)} of {nnodes} nodes"
 
 
 class Servers:
-    """Of one launcher."""
+    """The parameter servers of one launcher."""
 
     def __init__(self) -> None:
         self._here: dict[int, ServerProcess] = {}
@@ -51,15 +51,18 @@ class Servers:
         self._failure: str | None = None
 
     def start(self, number: int, folder: Path, timeout_seconds: float, nodes: Nodes | None) -> None:
-        """Start those of this node; the workers that are started then find all by variables. All nodes at once.
+        """Start the servers of this node, and set the variables by which workers find all servers.
+
+        All nodes call this at the same time.
 
         Args:
-            number: of the servers of the run.
+            number: the number of servers of the run.
             folder: the run folder.
-            timeout_seconds: of silence after which a server gives up a worker.
+            timeout_seconds: the silence after which a server gives up a worker.
+            nodes: the nodes of the run; None where there is one.
 
         Raises:
-            RuntimeError: when a server could not be started, on all nodes.
+            RuntimeError: on all nodes, where a server could not be started.
         """
         text = new_token().hex()
         if nodes is not None:
@@ -70,7 +73,7 @@ class Servers:
         problem = ""
         try:
             here = servers_of_nodes(number, num_nodes)[node] if node < num_nodes else []
-            for index in here:  # from the main thread, which lives as long as they
+            for index in here:  # a server ends with the thread that starts it, so this must be the main thread
                 log = self._log_of(index)
                 self._here[index] = ServerProcess(index, token, host=host, timeout_seconds=timeout_seconds, log=log)
             for server in self._here.values():
@@ -81,14 +84,14 @@ class Servers:
         every = [mine] if nodes is None else nodes.exchange("servers", mine)
         if problems := [problem for _, problem in every if problem]:
             raise RuntimeError("; ".join(problems))
-        endpoints = {int(index): endpoint for found, _ in every for index, endpoint in found.items()}
+        endpoints = {int(index): endpoint for of_node, _ in every for index, endpoint in of_node.items()}
         write_environment([endpoints[index] for index in range(number)], token)
 
     def _log_of(self, index: int) -> Path:
         return self._logs / f"server{index}.log"
 
     def failure(self) -> str | None:
-        """How the first server of this node has ended that did so by itself, in words."""
+        """Return how a server of this node has died, the first that did; None where none has."""
         for index, server in self._here.items():
             if self._failure is None and not server.alive:
                 how, name = describe_death(server.returncode or 0), socket.gethostname()
@@ -97,7 +100,7 @@ class Servers:
         return self._failure
 
     def close(self) -> None:
-        """End those of this node."""
+        """End the servers of this node."""
         if self._here:
             with ThreadPoolExecutor(len(self._here)) as pool:
                 list(pool.map(lambda server: server.close(), self._here.values()))

@@ -1,4 +1,4 @@
-"""The variables that srun sets, translated into those that torch reads. No torch, no ``scontrol``."""
+"""The translation of srun's variables into those that torch reads. No torch, no ``scontrol``."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from colossus.config import ConfigError
 
 
 def first_host(nodes: str) -> str:
-    """Of a SLURM node list: ``node01`` of ``node[01-03,07],gpu5``, ``rack1n0-ib`` of ``rack[1-2]n[0-1]-ib``.
+    """Return the first host of a SLURM node list.
+
+    It is ``node01`` of ``node[01-03,07],gpu5``, and ``rack1n0-ib`` of ``rack[1-2]n[0-1]-ib``.
 
     Raises:
-        ConfigError: when it is not understood.
+        ConfigError: the list cannot be read.
     """
-    found = re.sub(r"\[(\d+)[-,\d]*\]", r"\1", nodes.strip()).split(",")[0]
-    if not re.fullmatch(r"[\w.-]+", found):
+    host = re.sub(r"\[(\d+)[-,\d]*\]", r"\1", nodes.strip()).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", host):
         raise ConfigError(f"srun: cannot read the SLURM node list {nodes!r}: set MASTER_ADDR to the host of rank 0")
-    return found
+    return host
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` is [2, 2, 2, 1]."""
+    """Return the tasks of each node: [2, 2, 2, 1] of ``2(x3),1``."""
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
 
 
 def master_port(job_id: int, step_id: int = 0) -> int:
-    """A port that all tasks of one job step agree on, below the range the kernel hands out by itself."""
+    """Return a port that is the same for all tasks of a job step, below the range from which the kernel picks ports."""
     return 15000 + (job_id + 7919 * step_id) % 15000
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks.
+    """Return whether srun started this process as one of several tasks.
 
-    A batch script sees most of the same variables as rank 0 of its job would, but it is no task: there srun
-    has not run yet, and ``SLURM_STEP_ID`` is missing.
+    A batch script has most variables of rank 0 of its job, but it is no task: srun has not run yet, and
+    ``SLURM_STEP_ID`` is missing.
     """
     if environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ:
         return False
@@ -50,20 +52,20 @@ def is_one_of_a_node(environ: Mapping[str, str]) -> bool:
 
 
 def meeting_point(environ: Mapping[str, str]) -> str:
-    """Return host:port at which the nodes of a job step meet: a port of their first node.
+    """Return the host:port at which the nodes of a job step meet, a port of their first node.
 
     Raises:
-        ConfigError: as `torch_variables`.
+        ConfigError: see `torch_variables`.
     """
     variables = torch_variables(environ)
     return f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this task; set ones are kept.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this task; set ones stay.
 
     Raises:
-        ConfigError: when the node list or the job id is missing and no MASTER_ADDR / MASTER_PORT says it.
+        ConfigError: the node list or the job id is missing, and MASTER_ADDR or MASTER_PORT is not set instead.
     """
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")

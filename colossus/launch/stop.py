@@ -1,8 +1,8 @@
-"""In a rank: signals become one clean stop, and the end of the process when that stop does not come in time.
+"""Stop signals in a rank, which become one clean stop, or end the process where that stop does not come in time.
 
-A rank that waits inside a collective runs no Python, so an ordinary signal handler would never be called
-there. The C handler of CPython, however, always writes the signal's number to the wake-up pipe; a thread
-reads it and can act while the main thread is blocked.
+A rank that waits inside a collective runs no Python, so an ordinary signal handler would not be called there. But the C
+handler of CPython always writes the signal's number to the wake-up pipe. A thread reads it and can act while the main
+thread is blocked.
 """
 
 from __future__ import annotations
@@ -23,74 +23,75 @@ from pathlib import Path
 from colossus.launch.memory_folder import remove_memory
 
 GRACE_SECONDS = 4.0
-"""How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s.
+"""The longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s.
 
 A run that saves checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
 """
 
 FINAL_CALLS_SECONDS = 0.3
-"""How long the calls before the hard end (a failure record, metrics) may take."""
+"""The longest time of the calls before the hard end (a failure record, metrics)."""
 
 _LOOK_SECONDS = 0.5
 
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
-"""Environment variable with the process id of our launcher, which its workers must not outlive."""
+"""The environment variable with the process id of our launcher, which its workers must not outlive."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The last two are those that SLURM is asked to send some time before a job's end (``--signal=USR1@120``)."""
+"""The stop signals; SLURM can send the last two some time before a job's end (``--signal=USR1@120``)."""
 
 _RANK_FILES = "COLOSSUS_RANK_FILES"
 
 
 def exit_code(signum: int) -> int:
-    """The shell's convention: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP; SLURM's signals are a SIGTERM."""
+    """Return the shell's exit code: 130 after SIGINT, 129 after SIGHUP, 143 after SIGTERM and SLURM's signals."""
     return 128 + (signal.SIGTERM if signum in (signal.SIGUSR1, signal.SIGUSR2) else signum)
 
 
 class RankFiles:
-    """Files through which the ranks of a node and their launcher tell each other things, also when the other has gone.
+    """Files through which the ranks of a node and their launcher communicate, also when one of them has gone.
 
-    A rank leaves one when it has come to the end of its program, since an exit code of 0 does not say so:
-    ``os._exit(0)`` in a model or a library ends a rank as if all were well. A rank that was told to stop and still
-    works, on a step or a checkpoint, gives signs of life. The launcher says when there is nothing left to wait for.
+    A rank writes a file when it has come to the end of its program. An exit code of 0 does not show that, since
+    ``os._exit(0)`` in a model or a library gives it, too. A rank that was stopped and still works on a step or a
+    checkpoint writes heartbeats. The launcher writes a file when a checkpoint can not be complete any more.
 
     Args:
-        folder: by default that of the launcher that has started this process; without one nothing is written or found.
+        folder: by default that of the launcher that has started this process; without a launcher, nothing is written
+            and nothing is read.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(os.environ.get(_RANK_FILES, os.devnull))
 
     def finish(self, rank: int, code: int) -> None:
-        """This rank has come to its end, and is about to exit with this code."""
+        """Announce that a rank has come to the end of its program, and is about to exit with this code."""
         self._write(f"{rank}.finished", f"{code}\n")
 
     def beat(self, rank: int) -> None:
-        """This rank was told to stop and may still take its time."""
+        """Write a heartbeat of a rank that was stopped and still works."""
         self._write(f"{rank}.beat")
 
     def hurry(self) -> None:
-        """Tell the ranks that what they would save can never be complete, or that nobody wants it."""
+        """Tell the ranks to end without a checkpoint: it cannot be complete, or the user does not want it."""
         self._write("hurry")
 
     def is_hurried(self) -> bool:
         return (self.folder / "hurry").exists()
 
     def finished_code(self, rank: int) -> int | None:
-        """The exit code that a rank has announced which came to its end; None of another."""
+        """Return the exit code that a rank has announced by `finish`, or None."""
         with contextlib.suppress(OSError):
             text = (self.folder / f"{rank}.finished").read_text()
             return int(text) if text.endswith("\n") else None
         return None
 
     def last_beat(self, rank: int) -> int | None:
-        """A number that another sign of life of this rank changes; None before the first."""
+        """Return a number that changes with each heartbeat of a rank; None before the first."""
         with contextlib.suppress(OSError):
             return (self.folder / f"{rank}.beat").stat().st_mtime_ns
         return None
 
     def remove(self) -> None:
-        """The launcher was killed, and nobody else will."""
+        """Remove the files; for a rank whose launcher was killed."""
         remove_memory()
         if self.folder.is_dir():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,23 +103,27 @@ class RankFiles:
 
 @contextmanager
 def made_rank_files() -> Iterator[RankFiles]:
-    """For the ranks that a launcher starts inside; the folder is removed afterwards."""
+    """Make the files of the ranks that a launcher starts inside; the folder is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="colossus-ranks-") as folder:
         os.environ[_RANK_FILES] = folder
         yield RankFiles()
 
 
 class StopSignals:
-    """Listens for `STOP_SIGNALS` in a worker; the first one counts, repetitions change nothing.
+    """The stop signals of a worker. The first of `STOP_SIGNALS` counts; repetitions change nothing.
 
-    Until ``ready`` is called there is nothing to stop cleanly, and a signal ends the process at once; so does
-    ``ready`` where the launcher has gone meanwhile. From a signal on
-    the process may take the grace period until it ends; where the run saves checkpoints, the period begins anew
-    with each `progress`, unless the launcher has said that there is nothing left to save.
+    Before `ready` a run cannot stop cleanly, so a signal ends the process at once; so does ``ready`` where the launcher
+    has gone meanwhile. After a signal the process has the grace period until it is ended. Where the run saves
+    checkpoints, the period begins again with each `progress`, unless the launcher has called `RankFiles.hurry`.
 
     Args:
-        parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
-        files: through which launcher and rank speak.
+        rank: the global rank.
+        parent: the process id of the launcher, whose end counts as SIGTERM; None without a launcher.
+        files: the files through which launcher and rank communicate.
+
+    Attributes:
+        received: the signal that has come, or None.
+        grace_seconds: the grace period.
     """
 
     def __init__(self, rank: int = 0, parent: int | None = None, files: RankFiles | None = None) -> None:
@@ -137,7 +142,7 @@ class StopSignals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for signum in STOP_SIGNALS:
-            # under nohup a hang-up must stay ignored
+            # a hang-up that is ignored (under nohup) must stay so
             if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, _only_wake_up)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -145,30 +150,32 @@ class StopSignals:
         threading.Thread(target=self._watch, name="colossus-stop", daemon=True).start()
 
     def ready(self, request_stop: Callable[[int], None], patience_seconds: float | None = None) -> None:
-        """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period.
+        """Make signals call ``request_stop(signum)`` from another thread, and start the grace period.
 
         Args:
-            patience_seconds: instead of the grace period, and anew after each `progress`.
+            request_stop: asks for a clean stop.
+            patience_seconds: a grace period that begins again with each `progress`; None: the usual one, which does
+                not.
         """
-        if self.is_orphaned():  # the thread that looks for it may come too late
+        if self.is_orphaned():  # the watching thread may notice this too late
             self._files.remove()
             os._exit(exit_code(signal.SIGTERM))
         if patience_seconds is not None:
             self.grace_seconds, self._renews = patience_seconds, True
         self._request_stop = request_stop
-        if self.received is not None:  # just now, and the thread that hears of it has seen nobody to tell
+        if self.received is not None:  # it came just now, when the thread had no function to call
             request_stop(self.received)
 
     def progress(self) -> None:
-        """This rank is not stuck: a step has ended, a part of a checkpoint was written. From any thread."""
+        """Record progress: a step has ended, or a part of a checkpoint was written. Any thread may call this."""
         self._last_progress = time.monotonic()
 
     def is_orphaned(self) -> bool:
-        """Whether the launcher has gone."""
+        """Return whether the launcher has gone."""
         return self._parent is not None and os.getppid() != self._parent
 
     def before_hard_end(self, call: Callable[[], None]) -> None:
-        """Call this, from another thread, when the grace period is over, before the process is ended."""
+        """Have ``call`` called, by another thread, after the grace period, before the process is ended."""
         self._final_calls.append(call)
 
     def _watch(self) -> None:
@@ -193,7 +200,7 @@ class StopSignals:
                 self._files.beat(self._rank)
 
     def _deadline(self, since: float) -> float:
-        """When this process is ended that was told to stop at ``since``."""
+        """Return the time at which this process is ended, after a signal at ``since``."""
         if self._request_stop is None:
             return since
         if not self._renews:
@@ -206,11 +213,11 @@ class StopSignals:
 
     def _end(self) -> None:
         assert self.received is not None
-        # in a thread of their own: they may need a lock that the stuck thread holds
+        # in a thread of their own, since they may wait for a lock of the stuck thread
         thread = threading.Thread(target=self._run_final_calls, daemon=True)
         thread.start()
         thread.join(FINAL_CALLS_SECONDS)
-        if self.is_orphaned():  # once more: another rank may have written there while its folder was removed
+        if self.is_orphaned():  # again, since another rank may have written while the folder was being removed
             self._files.remove()
         os._exit(exit_code(self.received))
 
@@ -224,10 +231,10 @@ class StopSignals:
         signal.set_wakeup_fd(-1)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is _only_wake_up:
-                # SLURM sends its signals to all processes, and one that does not expect them dies of them
+                # SLURM sends its signals to all processes, which die of them by default
                 is_for_rank = signum in (signal.SIGUSR1, signal.SIGUSR2)
                 signal.signal(signum, signal.SIG_IGN if is_for_rank else signal.SIG_DFL)
 
 
 def _only_wake_up(signum: int, frame: object) -> None:
-    """Installed so that the signal is caught at all; the pipe does the work."""
+    """Do nothing; with this handler installed, the signal's number is written to the wake-up pipe."""

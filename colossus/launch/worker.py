@@ -1,7 +1,7 @@
-"""The worker process, whose words are ``RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
+"""The worker process of a rank, with the arguments ``RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
 
-One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
-itself runs ``run_worker`` in their process.
+The launcher starts it with the variables that torchrun would set. Under torchrun and srun, `colossus launch` itself
+runs ``run_worker`` in their process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.lasting_output import lasting_output
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
-from colossus.launch.restarts import note_restart, order_of_restart
+from colossus.launch.restarts import order_of_restart, record_restart
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
@@ -43,15 +43,17 @@ def run_worker(
     run_dir: str | None,
     resume: str | bool | None = None,
 ) -> int:
-    """Train in this process as the rank the environment says. Main thread only.
+    """Train in this process as the rank that the environment names. Main thread only.
 
     Args:
-        run_dir: the run folder; without a launcher of ours what the user gave.
-        resume: what to load, as the launcher has chosen; without one, whether ``--resume`` was given.
+        config_path: the config file.
+        overrides: its overrides.
+        run_dir: the run folder that the launcher has chosen; without our launcher, that of ``--run-dir``.
+        resume: the checkpoint that the launcher has chosen; without our launcher, whether ``--resume`` was given.
 
     Returns:
-        The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
-        ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
+        The exit code of a run that finished (0) or was stopped (130, 143). After a failure the process ends with 1 (2
+        for a config error) at once, since destructors of broken process groups can hang.
     """
     launcher, rank, files = os.environ.get(LAUNCHER_PID), int(os.environ["RANK"]), RankFiles()
     stop = StopSignals(rank, int(launcher) if launcher else None, files)
@@ -59,7 +61,7 @@ def run_worker(
     run = RankRun(rank, stop, has_launcher=launcher is not None, resume=resume if isinstance(resume, str) else None)
     if launcher is not None and run_dir is not None:
         run.folder = Path(run_dir)
-    faulthandler.enable()  # a rank that dies of SIGSEGV, SIGABRT, .. says where
+    faulthandler.enable()  # prints the stack of a rank that dies of SIGSEGV, SIGABRT, ..
     thread = threading.get_ident()
     stop.before_hard_end(lambda: write_hard_end(run, thread))
     try:
@@ -79,7 +81,7 @@ def run_worker(
 
 def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     if run.has_launcher:
-        _hold(run)
+        _lock_folder(run)
     # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
     from colossus.engine.initialize import make_engine
@@ -91,10 +93,10 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     engine = make_engine(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
-        _hold(run)
+        _lock_folder(run)
     folder = run.folder
     assert folder is not None
-    # torch records by itself when the watchdog of another rank asks for it
+    # the place where torch itself writes recordings, when the watchdog of another rank asks for them
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
     if (order := order_of_restart()) is not None:
@@ -103,7 +105,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
         checkpoints.resume_until, checkpoints.skip_batches, checkpoints.rollback_time = order
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
-    hooks = [_beginning(run, config), metrics, display, *user_hooks]
+    hooks = [_start_hook(run, config), metrics, display, *user_hooks]
     if config.train.stragglers is not None:
         from colossus.monitor.stragglers import Stragglers
 
@@ -121,41 +123,41 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     try:
         summary = fit(engine, hooks)
     except CheckpointError as error:
-        if run.step is None and engine.checkpoints.resumed_from is None:  # of what was to be loaded
+        if run.step is None and engine.checkpoints.resumed_from is None:  # the checkpoint could not be loaded
             raise ConfigError(str(error)) from error
         raise
     engine.close()
     if summary.reason == "finished":
         return 0
-    signum = summary.stop_signal  # perhaps of another rank
-    # what a signal has stopped is told by the launcher
+    signum = summary.stop_signal  # possibly that of another rank
+    # our launcher reports stops by a signal
     if engine.context.is_logging_rank and not (run.has_launcher and signum is not None):
         print(stopped_line(folder, config, signum), flush=True)
     return exit_code(signum) if signum is not None else 0
 
 
-def _hold(run: RankRun) -> None:
-    """The first rank holds the run folder before anything is loaded or written.
+def _lock_folder(run: RankRun) -> None:
+    """Lock the run folder on the first rank, before anything is loaded or written.
 
-    The launcher of the next attempt looks whether it is held, and there is one only when ours has ended: so a rank that
-    sees its launcher after it has taken hold is alone, and one that does not see it leaves the folder alone.
+    The launcher of a next attempt, which exists only when ours has ended, checks this lock. So a rank whose launcher
+    still lives after it has locked the folder is alone. A rank whose launcher is gone must not write to the folder.
     """
     if run.rank != 0 or run.folder is None:
         return
     run.locks += (run_folder.hold(run.folder),)
     if run.stop.is_orphaned():
         raise SystemExit
-    run.is_held = True
+    run.has_lock = True
 
 
-def _beginning(run: RankRun, config: Config) -> Any:
+def _start_hook(run: RankRun, config: Config) -> Any:
     from colossus.engine.fit import Hook
 
-    class Beginning(Hook):
-        """Writes down what begins, and keeps the number of the running step for a failure record.
+    class StartHook(Hook):
+        """A hook that writes the files of a run's start, and keeps the number of the running step for a failure record.
 
-        From here on a stop is a clean one. One that came while the run was loaded has ended the process: an attempt
-        whose launcher was killed meanwhile must not begin a step, nor touch the metrics.
+        After its start a stop is a clean one. A stop that comes while the run is loaded ends the process, since an
+        attempt whose launcher was killed meanwhile must not begin a step or touch the metrics.
         """
 
         def on_train_start(self, engine: Any) -> None:
@@ -164,7 +166,7 @@ def _beginning(run: RankRun, config: Config) -> Any:
             run.stop.ready(engine.request_stop, section.grace_seconds if section.every else None)
             if engine.context.is_logging_rank:
                 data = engine.loaders.description if engine.loaders is not None else None
-                note_restart(run.folder, engine.completed_steps, engine.checkpoints.resumed_from)
+                record_restart(run.folder, engine.completed_steps, engine.checkpoints.resumed_from)
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:
@@ -173,26 +175,26 @@ def _beginning(run: RankRun, config: Config) -> Any:
         def on_step_end(self, engine: Any, result: Any) -> None:
             run.stop.progress()
 
-    return Beginning()
+    return StartHook()
 
 
 def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) -> None:
-    """Under torchrun and srun, where no launcher of ours has chosen the folders, rank 0 does and broadcasts them.
+    """Let rank 0 choose the folders and broadcast them, under torchrun and srun, where our launcher has not done so.
 
     Raises:
-        ConfigError: on every rank, when a folder belongs to another run, or there is nothing to resume.
+        ConfigError: on every rank, where a folder belongs to another run, or there is nothing to resume.
     """
     from colossus.comm.objects import broadcast_object
 
     folder, resume, problems = None, None, None
     if engine.context.rank == 0:
         try:
-            taken = origin().take()
+            start = origin().take()
         except ConfigError as error:
             problems = error.problems
         else:
-            run.locks += taken.locks
-            folder, resume = taken.folder.resolve(), taken.resume
+            run.locks += start.locks
+            folder, resume = start.folder.resolve(), start.resume
     world = engine.context.group(engine.context.grid.names)
     folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:

@@ -72,7 +72,7 @@ def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
 # -- an optimizer that a config names ---------------------------------------------------------------------------
 
 
-def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: bool) -> None:
+def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_custom: bool) -> None:
     """Raise ValueError unless the optimizer of a config fits a whole model, with tables or without.
 
     It does not fit where ``optimizer.tables`` is set without a table, or where its class has no rule for rows.
@@ -80,7 +80,7 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
     Args:
         section: the ``optimizer`` section.
         tables: whether the model has tables.
-        is_given: whether a function of the caller makes the optimizer, and not the config.
+        is_custom: whether a function of the caller makes the optimizer, and not the config.
     """
     if section.tables is not None and not tables:
         raise ValueError(
@@ -88,7 +88,7 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
             "(colossus.layers.Embedding, torch.nn.Embedding) that nothing else computes with, or leave "
             "optimizer.tables out"
         )
-    if not tables or section.tables is not None or is_given:
+    if not tables or section.tables is not None or is_custom:
         return
     kind = OPTIMIZERS.get(section.type) if isinstance(section.type, str) else section.type
     if isinstance(kind, type) and _rule_of_kind(kind, {"momentum": 0}) is None:

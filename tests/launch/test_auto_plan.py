@@ -116,7 +116,7 @@ def test_colossus_plan_asks_the_same(search: FakeSearch, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("parallel", "arguments", "message"),
     [
-        ("auto", [], "for how many processes is the plan? give --nproc"),
+        ("auto", [], "the number of processes is not known: give --nproc"),
         (
             dict(auto=dict(memory="1000 B")),
             ["--nproc", "2"],

@@ -176,7 +176,7 @@ def test_errors_are_the_same_by_words_and_step(tmp_path: Path) -> None:
 def order_after(decider: Restarts, folder: Path, failure: FailureRecord | None) -> restarts.Order | None:
     """What ranks are told that are started again."""
     assert follows(decider, folder, failure)
-    decider.hear(folder, json.loads(json.dumps(decider.tell())))
+    decider.receive_history(folder, json.loads(json.dumps(decider.history())))
     return restarts.order_of_restart()
 
 
@@ -186,7 +186,7 @@ def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path) -> None:
     assert first is not None
     assert first[:2] == (5, None)
     assert order_after(decider, tmp_path, None) == first, "a rank has died before the first step"
-    restarts.note_restart(tmp_path, 3, tmp_path)
+    restarts.record_restart(tmp_path, 3, tmp_path)
     assert order_after(decider, tmp_path, None) == restarts.Order()
     later = order_after(decider, tmp_path, replace(record(type_="ReplicasDiffer", step=8), rollback=(6, 0)))
     assert later is not None
@@ -269,7 +269,7 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         pytest.fail("the launcher has heard of no stop")
 
-    with agent.kept_signals():
+    with agent.restored_signals():
         restarts = Restarts(load_config(CONFIG), partial(pytest.fail, "the attempt began"))
         stopped = agent.run_workers(agent.Job(plan, str(CONFIG), 2), restarts)
     assert (stopped.signum, stopped.late_signum) == (signal.SIGUSR1, signal.SIGTERM)
@@ -278,7 +278,7 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
 def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     outcome = Outcome()
-    with agent.kept_signals():
+    with agent.restored_signals():
         rank_processes.note_stop_signals(outcome)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)

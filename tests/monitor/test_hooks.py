@@ -16,7 +16,7 @@ from helpers.launched.fake_engine import FakeEngine
 from colossus.config import ConfigError, load_config
 from colossus.engine.fit import Hook, fit
 from colossus.engine.results import EvalResult
-from colossus.launch.checks import check_given
+from colossus.launch.checks import check_required
 from colossus.monitor.hooks.callback import Callback
 from colossus.monitor.hooks.csv_file import CSV
 from colossus.monitor.hooks.early_stop import EarlyStop
@@ -107,7 +107,7 @@ def test_what_a_hook_needs_is_checked_before_a_launch(
     model = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=2, vocab_size=256, seq_len=8)
     config = load_config(dict(hooks=[hook], model=model, data="PythonStdlib", **more))
     with pytest.raises(ConfigError) as caught:
-        check_given(config)
+        check_required(config)
     assert told in str(caught.value)
 
 
