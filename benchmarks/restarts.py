@@ -30,7 +30,7 @@ from benchmarks.common import Spread
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
 from colossus.config import load_config
-from colossus.launch.memory_folder import made_memory_folder
+from colossus.launch.memory_folder import open_memory_folder
 from colossus.launch.restarts import ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,7 +164,7 @@ def measure_cost(workload: Workload, blocks: int) -> dict[str, list[float]]:
             )
         return seconds
 
-    with made_memory_folder(config), RankGroup("memory", WORLD, partial(Saving, workload)) as group:
+    with open_memory_folder(config), RankGroup("memory", WORLD, partial(Saving, workload)) as group:
         run(group, True)  # memory for the copies
         without, saving = partial(run, group, False), partial(run, group, True)
         runners = {"without": without, f"memory_every={EVERY}": saving, "without (again)": without}

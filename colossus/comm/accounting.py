@@ -40,8 +40,8 @@ class Traffic:
         return Traffic(self.calls * times, self.elements * times)
 
 
-def sent(operation: str, num_ranks: int, local_size: float) -> float:
-    """Return what one rank sends in a collective over ``num_ranks`` ranks, in the unit of ``local_size``.
+def sent(operation: str, num_ranks: int, input_size: float) -> float:
+    """Return what one rank sends in a collective over ``num_ranks`` ranks, in the unit of ``input_size``.
 
     This is the nominal count of the ring algorithms (Patarasuk and Yuan, 2009), whatever algorithm runs. On n ranks,
     with S for the whole tensor, all-gather and reduce-scatter send (n-1)/n S and all-reduce sends twice that;
@@ -50,24 +50,24 @@ def sent(operation: str, num_ranks: int, local_size: float) -> float:
     Args:
         operation: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
         num_ranks: the size of the group.
-        local_size: elements or bytes of the rank's input: S / n for an all-gather, S for the others.
+        input_size: elements or bytes of the rank's input: S / n for an all-gather, S for the others.
     """
     if num_ranks == 1:
         return 0.0
     if operation == "broadcast":
-        return local_size
-    others = local_size * (num_ranks - 1)
+        return input_size
+    others = input_size * (num_ranks - 1)
     if operation == "all_gather":
         return others
     return {"reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}[operation] * others / num_ranks
 
 
-def move_traffic(move: str, num_ranks: int, local_size: float) -> Traffic:
-    """Return the traffic of one move of `colossus.comm.conjugate` whose input has ``local_size`` elements on a rank."""
+def move_traffic(move: str, num_ranks: int, input_size: float) -> Traffic:
+    """Return the traffic of one move of `colossus.comm.conjugate` whose input has ``input_size`` elements on a rank."""
     operation = COLLECTIVES.get(move)
     if operation is None or num_ranks == 1:
         return Traffic()
-    return Traffic(1, sent(operation, num_ranks, local_size))
+    return Traffic(1, sent(operation, num_ranks, input_size))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from colossus.config import Config
 from colossus.context.grid import build_grid
 from colossus.launch.agent import Job, restored_signals, run_workers
 from colossus.launch.lasting_output import lasting_output
-from colossus.launch.memory_folder import memory_folder
+from colossus.launch.memory_folder import open_memory_folder
 from colossus.launch.outcome import Outcome
 from colossus.launch.report import report
 from colossus.launch.restarts import Restarts
@@ -34,7 +34,7 @@ def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int
     """
     restarts = Restarts(config, begin)
     outcome: Outcome | None = None
-    with restored_signals(), memory_folder(config):
+    with restored_signals(), open_memory_folder(config):
         try:
             while True:
                 outcome = run_workers(job, restarts, outcome)

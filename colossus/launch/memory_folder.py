@@ -22,7 +22,7 @@ _LOCK = "launcher.lock"
 
 
 @contextmanager
-def memory_folder(config: Config) -> Iterator[None]:
+def open_memory_folder(config: Config) -> Iterator[None]:
     """Make the folder for the ranks that are started inside, where the config saves checkpoints in memory."""
     if not config.checkpoint.memory_every:
         yield

@@ -83,8 +83,8 @@ def test_what_is_given_stays_and_the_rest_is_asked_for(search: FakeSearch, tmp_p
     assert planned.config.schedule.type == "zb-h1"
     assert parallel.rank_order[0] == "data"
     assert load_config(path, planned.overrides, 8) == planned.config
-    assert planned.told[0].startswith("plan        data ")
-    assert planned.told[1] == "predicted   0.5 s a step, 1.02 KB on the fullest rank; H100 (data sheet)"
+    assert planned.lines[0].startswith("plan        data ")
+    assert planned.lines[1] == "predicted   0.5 s a step, 1.02 KB on the fullest rank; H100 (data sheet)"
 
 
 def test_without_hardware_the_plan_is_for_this_machine(search: FakeSearch, tmp_path: Path) -> None:

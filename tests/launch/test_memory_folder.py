@@ -11,7 +11,7 @@ from helpers.restart_faults import CONFIG
 from colossus.checkpoint.folder import MEMORY
 from colossus.config import load_config
 from colossus.launch import memory_folder
-from colossus.launch.memory_folder import memory_folder
+from colossus.launch.memory_folder import open_memory_folder
 
 MINE = load_config(str(CONFIG), ["checkpoint.memory_every=1", "launch.restarts=1"], 2)
 
@@ -23,7 +23,7 @@ def _host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interrupted(told: list[Path]) -> None:
-    with memory_folder(MINE):
+    with open_memory_folder(MINE):
         told.append(Path(os.environ[MEMORY]))
         (told[0] / "step-00000001").mkdir()
         assert told[0].stat().st_mode & 0o777 == 0o700
@@ -46,9 +46,9 @@ def test_what_was_left_is_removed_and_what_runs_is_not(tmp_path: Path) -> None:
     for folder in (*left, other):
         (folder / "step-00000001").mkdir(parents=True)
     (left[0] / "launcher.lock").touch()
-    with memory_folder(MINE):
+    with open_memory_folder(MINE):
         runs = Path(os.environ[MEMORY])
         assert sorted(tmp_path.iterdir()) == sorted([runs, other])
-        with memory_folder(MINE):
+        with open_memory_folder(MINE):
             assert runs.exists()
         assert os.environ[MEMORY] == str(runs)
