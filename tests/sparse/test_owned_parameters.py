@@ -95,7 +95,7 @@ def _own_backward(rank: int) -> str:
     engine = colossus.initialize(config, model=lambda: Checkpointed(nn.Embedding))
     ids = torch.arange(SAMPLES) + rank
     engine.train_step(ids)
-    with pytest.raises(ValueError, match="are not here any more") as error:
+    with pytest.raises(ValueError, match="are not on this rank any more") as error:
         engine.model(ids).sum().backward()
     return str(error.value)
 
