@@ -79,7 +79,7 @@ class Nodes:
         order = sorted(range(self.num_present), key=lambda place: _seniority(facts[place]["before"], place))
         self.node, self._hosts = order.index(self.node), [facts[place]["host"] for place in order]
         self._others = [other for other in range(self.num_present) if other != self.node]
-        self._last_beats = dict.fromkeys(self._others, time.monotonic())
+        self._beat_times = dict.fromkeys(self._others, time.monotonic())
         self.address = machine.address_among(guess, [fact["address"] for fact in facts])
         # by default gloo takes the address of the machine's own name, which others may not be able to reach
         if (interface := machine.interface_of(self.address)) is not None:
@@ -117,7 +117,7 @@ class Nodes:
     def watch(self) -> None:
         """Begin to send heartbeats, and to look for those of the other nodes."""
         if self._thread.ident is None:
-            self._last_beats = dict.fromkeys(self._others, time.monotonic())
+            self._beat_times = dict.fromkeys(self._others, time.monotonic())
             self._thread.start()
 
     def has_trouble(self, *, but_stops: bool = False) -> bool:
@@ -138,7 +138,7 @@ class Nodes:
         return f"node {node} (host {self._hosts[node]}; {named_ranks(ranks) if ranks else 'no ranks'})"
 
     def _is_silent(self, other: int) -> bool:
-        is_late = time.monotonic() - self._last_beats[other] > self._silence
+        is_late = time.monotonic() - self._beat_times[other] > self._silence
         return other not in self.ends and (is_late or not self._has_store)
 
     def conclude(self, end: NodeEnd) -> None:
@@ -185,7 +185,7 @@ class Nodes:
                 if self._store.check(alive):
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
-                            self._beats[other], self._last_beats[other] = beat, time.monotonic()
+                            self._beats[other], self._beat_times[other] = beat, time.monotonic()
                 if (number_now := self._store.add("colossus/ends", 0)) != num_ends:
                     num_ends = number_now
                     for other in self._others:

@@ -81,10 +81,10 @@ class Servers:
         except (OSError, RuntimeError) as error:
             problem = f"a server could not be started on host {host}: {error}"
         mine: Any = ({index: server.endpoint for index, server in self._here.items()}, problem)
-        every = [mine] if nodes is None else nodes.exchange("servers", mine)
-        if problems := [problem for _, problem in every if problem]:
+        all_nodes = [mine] if nodes is None else nodes.exchange("servers", mine)
+        if problems := [problem for _, problem in all_nodes if problem]:
             raise RuntimeError("; ".join(problems))
-        endpoints = {int(index): endpoint for of_node, _ in every for index, endpoint in of_node.items()}
+        endpoints = {int(index): endpoint for of_node, _ in all_nodes for index, endpoint in of_node.items()}
         write_environment([endpoints[index] for index in range(number)], token)
 
     def _log_of(self, index: int) -> Path:
