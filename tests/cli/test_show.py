@@ -65,7 +65,7 @@ parameter           shape        dense          gather          owners  way
 embedding.weight    4000 x 8    192 KB  384 KB x alpha  192 KB x alpha  owners: each of 4 ranks holds its rows
 few.weight          3 x 4000   72.0 KB  144 KB x alpha               -  dense: 3 rows, fewer than the 4 ranks that \
 would own them
-tied.weight         50 x 4000  1.20 MB               -               -  dense: tied to out (Linear), which touches \
+tied.weight         50 x 4000  1.20 MB               -               -  dense: tied to out (Linear), which uses \
 every row
 2 dense parameters  -           216 KB               -               -  dense
 """

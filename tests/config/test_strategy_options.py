@@ -38,7 +38,7 @@ def server(**options: Any) -> dict[str, Any]:
         (dict(type="hierarchical", per_host=3), {}, "does not divide data 4: each host has as many data ranks; use 1"),
         (dict(type="hierarchical", hosts=8), {}, "does not divide data 4"),
         (dict(type="hierarchical", hosts=2, per_host=1), {}, "hosts and per_host say the same"),
-        (dict(type="hierarchical"), dict(parallel=dict(zero=2)), "give hosts= (as --nnodes) or per_host="),
+        (dict(type="hierarchical"), dict(parallel=dict(zero=2)), "set hosts= (as --nnodes) or per_host="),
         (dict(type="hierarchical", hosts=8), dict(parallel=dict(zero=2)), "does not divide data 4"),
         (
             dict(type="hierarchical", hosts=2, compress="bf16"),
@@ -63,7 +63,7 @@ def server(**options: Any) -> dict[str, Any]:
         (server(mode="async", push_every=3), {}, "algorithm 'sgd' pulls and pushes in each step"),
         (server(mode="async", beta=0.5), {}, "it is for 'easgd'"),
         (server(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
-        (server(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),
+        (server(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a silent server counts as dead"),
         (server(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
         (server(), dict(parallel=dict(zero=2)), "zero = 2 and strategy = 'server' both define what data ranks do"),
     ],
