@@ -82,7 +82,7 @@ class Mirror:
 def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
     """Of each strategy and each step from the second on: file -> waits."""
     gossip.PeerLinks = Mirror  # type: ignore[misc, assignment]
-    ad_psgd.ADPSGD._meet = lambda self: None  # type: ignore[method-assign]
+    ad_psgd.ADPSGD._wait_for_all = lambda self: None  # type: ignore[method-assign]
     found = []
     for strategy in strategies:
         plan = dict(data=4, strategy=dict(strategy))

@@ -101,7 +101,7 @@ def _lose_a_collective(folder: Path, group: tuple[str, str]) -> None:
     """In a process of its own: the main thread waits for a device, and a watchdog has given up."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         _pretend_nccl(monkeypatch)
-        monkeypatch.setattr(rank_failure, "_OWN_WORDS_SECONDS", 0.1)
+        monkeypatch.setattr(rank_failure, "_MAIN_THREAD_SECONDS", 0.1)
         monkeypatch.setattr(flight_recorder, "failed_group", lambda: group)
         run = _run_of(folder)
         run.flush_metrics = (folder / "flushed").touch
