@@ -11,9 +11,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_folder(folder: Path, workload: Workload) -> None:
-    """A Llama of random weights."""
+    """Write a Llama of random weights."""
     config = transformers.LlamaConfig(
         hidden_size=workload.hidden, num_hidden_layers=workload.layers, num_attention_heads=workload.heads,
         num_key_value_heads=workload.heads // 2, intermediate_size=8 * workload.hidden // 3 // 32 * 32,
@@ -49,7 +49,7 @@ def make_folder(folder: Path, workload: Workload) -> None:
 class LlamaCase:
     """A `benchmarks.cases.Case`."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], workload: Workload) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], workload: Workload, rank: int) -> None:
         self._engine = colossus.initialize(
             dict(
                 parallel=dict(tensor=dict(mode="1d", size=RANKS)),
@@ -64,18 +64,6 @@ class LlamaCase:
     def step(self, index: int) -> tuple[float, float]:
         result = self._engine.train_step(self._batches[index % len(self._batches)])
         return result.loss, result.grad_norm
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a `Worker` builds."""
-
-    folder: Path
-    options: dict[str, Any]
-    precision: str = "fp32"
-
-    def build(self, workload: Workload, rank: int) -> LlamaCase:
-        return LlamaCase(self.folder, self.options, workload)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         groups = {}
         for label, name in common.unique((REFERENCE, *CASES)).items():
             common.progress(f"building {label}")
-            make = partial(Worker, _Kind(folder, CASES[name]), workload)
+            kind: Any = SimpleNamespace(build=partial(LlamaCase, folder, CASES[name]), precision="fp32")
+            make = partial(Worker, kind, workload)
             groups[label] = stack.enter_context(RankGroup(label, RANKS, make))
         trajectories = {label: group.call("steps", CHECKED_STEPS)[0] for label, group in groups.items()}
         check(trajectories, REFERENCE)
-        runners = {label: partial(_block, group, arguments.steps_per_block) for label, group in groups.items()}
+        runners = {label: partial(group.slowest, "block", arguments.steps_per_block) for label, group in groups.items()}
         series = common.alternate(runners, blocks)
     ratios = {label: common.ratio(series, label, REFERENCE) for label in series}
     rows = [(label, f"{Spread.of(seconds).median * 1e3:.2f}", ratios[label]) for label, seconds in series.items()]
@@ -107,10 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                          "loss_and_norm": trajectories}
     )  # fmt: skip
     return 0
-
-
-def _block(group: RankGroup, steps: int) -> float:
-    return max(group.call("block", steps))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,13 @@ class Task:
 
     @property
     def times(self) -> Times:
-        """Those of the simulation."""
+        """Return the times of the simulation."""
         own = self.seconds / self.chunks
         return Times(forward=own, backward=2 * own, backward_input=own, backward_weight=own)
 
 
 def weight() -> Tensor:
-    """What every stage multiplies its input with."""
+    """Return the factors by which every stage multiplies its input."""
     return torch.linspace(0.9, 1.1, SAMPLE)
 
 
@@ -129,7 +129,7 @@ class Worker:
         self._batch = torch.ones(task.microbatches, SAMPLE)
 
     def play(self) -> Played:
-        """The passes of one step; all ranks begin together."""
+        """Run the passes of one step; all ranks begin together."""
         spans: list[tuple[Action, float, float]] = []
         self._engine.observers[:] = [_Spans(spans)]
         dist.barrier()
@@ -137,6 +137,6 @@ class Worker:
         return Played(spans, peak)
 
     def gradients(self) -> dict[str, Any]:
-        """Of the last step, by the name of the weight."""
-        found = {name: param.grad for name, param in self._engine.model.named_parameters()}
-        return {name: grad.numpy() for name, grad in found.items() if grad is not None}
+        """Return the gradients of the last step by the name of the weight."""
+        parameters = self._engine.model.named_parameters()
+        return {name: param.grad.numpy() for name, param in parameters if param.grad is not None}

@@ -30,7 +30,7 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """How to build a case.
+    """A case and how it is built.
 
     Attributes:
         world: number of ranks.
@@ -60,7 +60,7 @@ class Kind:
         return "bf16" if self.tolerance == LOW_TOLERANCE and not self.tf32 else "fp32"
 
     def load(self) -> Callable[..., Case]:
-        """The class of the case. Imported on demand, and best before forking: once instead of on every rank."""
+        """Import and return the class of the case, best before forking: once instead of on every rank."""
         maker: Callable[..., Case] = getattr(importlib.import_module(f"benchmarks.peers.{self.module}"), self.maker)
         return maker
 
@@ -102,29 +102,29 @@ def _kinds() -> dict[str, Kind]:
 
 
 def _whole(n: int) -> list[Kind]:
-    """What is whole on every data rank, or split by tensor parallelism."""
+    """Return cases that are whole on every data rank, or split by tensor parallelism."""
     whole_vocabulary = (("split_vocabulary", False),)
     tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}")
     return [
         Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
-        Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
+        Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", _plan(data=n), (f"ddp-{n}",)),
         Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
         Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
         Kind(f"megatron-lean-{n}", n, "megatron", "MegatronCase", whole_vocabulary),
-        Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), tensor_peers),
+        Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", _plan(tensor=n), tensor_peers),
     ]
 
 
 def _sharded(n: int) -> list[Kind]:
-    """ZeRO and its peers; ``keep``: weights gathered in forward are kept to backward."""
+    """Return ZeRO and its peers; ``keep``: weights gathered in forward are kept to backward."""
 
     def ours(name: str, stage: int, *peers: str, weights: str = "matmul") -> Kind:
-        options = (("data", n), ("zero", stage), ("weights", weights))
+        options = _plan(data=n, zero=stage, tensor=dict(mode="1d", size=1, weights=weights))
         against = tuple(f"{peer}-{n}" for peer in peers)
         return Kind(f"{name}-{n}", n, "ours", "ColossusCase", options, against, in_default=False)
 
     return [
-        Kind(f"zero-redundancy-{n}", n, "zero_redundancy", "ZeroRedundancyCase", in_default=False),
+        Kind(f"zero-redundancy-{n}", n, "ddp", "ZeroRedundancyCase", in_default=False),
         ours("colossus-zero1", 1, "zero-redundancy"),
         ours("colossus-zero2", 2, "fsdp-keep"),
         Kind(f"fsdp-{n}", n, "fsdp", "FSDPCase", in_default=False),
@@ -136,16 +136,20 @@ def _sharded(n: int) -> list[Kind]:
 
 
 def _in_bf16(n: int) -> list[Kind]:
-    low, ours = (("low", True),), (("precision", "bf16"), ("data", n))
-    zero_1, zero_3 = (*ours, ("zero", 1)), (*ours, ("zero", 3))
+    low, bf16 = (("low", True),), (("precision", "bf16"),)
+    ours, zero_1, zero_3 = ((*bf16, *_plan(data=n, **zero)) for zero in ({}, dict(zero=1), dict(zero=3)))
     return [
         _low(f"ddp-bf16-{n}", n, "ddp", "DDPCase", low),
         _low(f"colossus-data-bf16-{n}", n, "ours", "ColossusCase", ours, (f"ddp-bf16-{n}",)),
-        _low(f"zero-redundancy-bf16-{n}", n, "zero_redundancy", "ZeroRedundancyCase", low),
+        _low(f"zero-redundancy-bf16-{n}", n, "ddp", "ZeroRedundancyCase", low),
         _low(f"colossus-zero1-bf16-{n}", n, "ours", "ColossusCase", zero_1, (f"zero-redundancy-bf16-{n}",)),
         _low(f"fsdp-bf16-{n}", n, "fsdp", "FSDPCase", low),
         _low(f"colossus-zero3-bf16-{n}", n, "ours", "ColossusCase", zero_3, (f"fsdp-bf16-{n}",)),
     ]
+
+
+def _plan(**parallel: Any) -> tuple[tuple[str, Any], ...]:
+    return (("parallel", parallel),)
 
 
 def _low(name: str, world: int, module: str, maker: str, options: Any, peers: tuple[str, ...] = ()) -> Kind:
@@ -153,26 +157,14 @@ def _low(name: str, world: int, module: str, maker: str, options: Any, peers: tu
 
 
 def _recomputing() -> dict[str, Kind]:
-    """One process that computes activations again: torch's own checkpointing of plain blocks, and ours."""
-    kinds = []
-    for name in ("full", "selective"):
-        of = (("recompute", name),)
-        kinds += [
-            Kind(f"serial-{name}", 1, "plain", "PlainCase", of, peers=("serial",), in_default=False),
-            Kind(
-                f"colossus-{name}",
-                1,
-                "ours",
-                "ColossusCase",
-                of,
-                peers=("colossus", f"serial-{name}"),
-                in_default=False,
-            ),
-        ]
+    """Return cases of one process that recompute activations: torch's own checkpointing of plain blocks, and ours."""
+    ours: Any = ("ours", "ColossusCase")
     every_other = (("recompute", {"type": "full", "every": 2}),)
-    kinds.append(
-        Kind("colossus-full-every-2", 1, "ours", "ColossusCase", every_other, peers=("colossus",), in_default=False)
-    )
+    kinds = [Kind("colossus-full-every-2", 1, *ours, every_other, ("colossus",), in_default=False)]
+    for name in ("selective", "full"):
+        options, peers = (("recompute", name),), ("colossus", f"serial-{name}")
+        kinds.insert(0, Kind(f"colossus-{name}", 1, *ours, options, peers, in_default=False))
+        kinds.insert(0, Kind(f"serial-{name}", 1, "plain", "PlainCase", options, ("serial",), in_default=False))
     return {kind.name: kind for kind in kinds}
 
 

@@ -41,9 +41,9 @@ class Part:
 
 
 def parts(plan: str, sizes: tuple[int, int, int], rank: int, world: int) -> Iterator[Part]:
-    """The weights and both moments of a GPT. Plans: ``tensor`` (1D), ``other`` (each split in its other dim), ``data``.
+    """Yield the weights and both moments of a GPT.
 
-    Every element is known from its place, so that no rank need have had the whole.
+    Plans: ``tensor`` (1D), ``other`` (each split in its other dim), ``data``. Every element follows from its place.
     """
     for number, (name, shape, dim) in enumerate(_weights(*sizes)):
         if plan == "data":
@@ -87,7 +87,7 @@ def _weights(hidden: int, layers: int, vocab: int) -> Iterator[tuple[str, tuple[
 
 
 class Worker:
-    """For a `RankGroup`: ``name`` is who saves and loads, ``colossus`` or ``torch``."""
+    """A rank of a `RankGroup`; ``name`` is who saves and loads, ``colossus`` or ``torch``."""
 
     def __init__(self, name: str, plan: str, sizes: tuple[int, int, int], root: Path, rank: int) -> None:
         memory.pages_of_their_own()
@@ -99,7 +99,7 @@ class Worker:
         self._run: Any = (Ours if name == "colossus" else Torchs)(root / name / plan, rank, world)
 
     def num_bytes(self) -> int:
-        """Of the tensors; replicas counted once."""
+        """Return the bytes of the tensors; replicas are counted once."""
         return sum(
             part.local.numel() * part.local.element_size()
             for part in self._parts
@@ -107,24 +107,24 @@ class Worker:
         )
 
     def check(self) -> None:
-        """That both loads give what was saved.
+        """Raise RuntimeError unless both loads give what was saved.
 
         Raises:
-            RuntimeError: naming the first tensor that differs.
+            RuntimeError: the first tensor that differs.
         """
         self.time("save")
-        for operation, held in (("load", self._parts), ("load, other plan", self._others)):
-            wanted = [part.local.clone() for part in held]
-            for part in held:
+        for operation, tensors in (("load", self._parts), ("load, other plan", self._others)):
+            wanted = [part.local.clone() for part in tensors]
+            for part in tensors:
                 part.local.zero_()
             self.time(operation)
-            for part, want in zip(held, wanted, strict=True):
+            for part, want in zip(tensors, wanted, strict=True):
                 if not torch.equal(part.local, want):
                     raise RuntimeError(f"{operation}: {part.key} is not what was saved")
         self.time("stall")
 
     def time(self, operation: str) -> float:
-        """Seconds of one operation, all ranks beginning at once."""
+        """Return the seconds of one operation, which all ranks begin at once."""
         run, finish = self._prepare(operation)
         dist.barrier()
         began = time.perf_counter()
@@ -135,7 +135,7 @@ class Worker:
         return seconds
 
     def peak(self, operation: str) -> int | None:
-        """Bytes that the first such operation of this process adds."""
+        """Return the bytes that the first such operation of this process adds."""
         if operation.startswith("load"):
             self.time("save")
         run, finish = self._prepare(operation)
@@ -148,10 +148,10 @@ class Worker:
         return memory.resident_growth(whole)
 
     def _prepare(self, operation: str) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The operation, and what is to be done after it outside of the clock."""
+        """Return the operation, and what is to be done after it outside of the clock."""
         if operation in ("load", "load, other plan"):
-            held = self._parts if operation == "load" else self._others
-            return (lambda: self._run.load(held)), (lambda: None)
+            tensors = self._parts if operation == "load" else self._others
+            return (lambda: self._run.load(tensors)), (lambda: None)
         self._run.clear()
         if operation == "save":
             return (lambda: self._run.save(self._parts)), (lambda: None)
@@ -175,32 +175,34 @@ class Ours:
         if self._rank == 0:
             _empty(self._root)
 
-    def _state(self, held: list[Part]) -> RankState:
+    def _state(self, tensors: list[Part]) -> RankState:
         sizes, at = self._grid.sizes, self._context.coordinates
         layouts = [
-            Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(len(part.shape)))) for part in held
+            Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(len(part.shape)))) for part in tensors
         ]
-        chosen = [(layout, part.shape, part.local.element_size()) for layout, part in zip(layouts, held, strict=True)]
+        chosen = [
+            (layout, part.shape, part.local.element_size()) for layout, part in zip(layouts, tensors, strict=True)
+        ]
         return RankState(
             [
                 TensorBox.of_chunk(part.key, part.shape, layout.box(part.shape, sizes, at), part.local, writes=writes)
-                for part, layout, writes in zip(held, layouts, choose_writers(chosen, sizes, at), strict=True)
+                for part, layout, writes in zip(tensors, layouts, choose_writers(chosen, sizes, at), strict=True)
             ]
         )
 
-    def save(self, held: list[Part]) -> None:
-        self._writer.save(lambda: self._state(held), self._about, background=False).wait()
+    def save(self, tensors: list[Part]) -> None:
+        self._writer.save(lambda: self._state(tensors), self._about, background=False).wait()
 
-    def start(self, held: list[Part]) -> None:
-        self._save = self._writer.save(lambda: self._state(held), self._about)
+    def start(self, tensors: list[Part]) -> None:
+        self._save = self._writer.save(lambda: self._state(tensors), self._about)
 
     def finish(self) -> None:
         self._save.wait()
 
-    def load(self, held: list[Part]) -> None:
+    def load(self, tensors: list[Part]) -> None:
         with CheckpointReader(self._root / name_of(1)) as reader:
             reader.verify(self._context.group(_AXIS))
-            for tensor in self._state(held).tensors:
+            for tensor in self._state(tensors).tensors:
                 reader.read_box(tensor.key, tensor.box, tensor.local)
 
 
@@ -214,25 +216,21 @@ class Torchs:
         if self._rank == 0:
             _empty(self._root)
 
-    def _state(self, held: list[Part]) -> dict[str, Any]:
+    def _state(self, tensors: list[Part]) -> dict[str, Any]:
+        places = [[Replicate() if part.dim is None else Shard(part.dim)] for part in tensors]
         return {
-            part.key: DTensor.from_local(
-                part.local,
-                self._mesh,
-                [Replicate() if part.dim is None else Shard(part.dim)],
-                run_check=False,
-            )
-            for part in held
+            part.key: DTensor.from_local(part.local, self._mesh, place, run_check=False)
+            for part, place in zip(tensors, places, strict=True)
         }
 
-    def save(self, held: list[Part]) -> None:
-        dcp.save(self._state(held), checkpoint_id=self._root)
+    def save(self, tensors: list[Part]) -> None:
+        dcp.save(self._state(tensors), checkpoint_id=self._root)
 
-    def start(self, held: list[Part]) -> None:
-        self._save = dcp.async_save(self._state(held), checkpoint_id=self._root)
+    def start(self, tensors: list[Part]) -> None:
+        self._save = dcp.async_save(self._state(tensors), checkpoint_id=self._root)
 
     def finish(self) -> None:
         self._save.result()
 
-    def load(self, held: list[Part]) -> None:
-        dcp.load(self._state(held), checkpoint_id=self._root)
+    def load(self, tensors: list[Part]) -> None:
+        dcp.load(self._state(tensors), checkpoint_id=self._root)

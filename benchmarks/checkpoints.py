@@ -58,7 +58,7 @@ def _run(plan: str, sizes: tuple[int, int, int], blocks: int, root: Path) -> dic
             group.call("check")
         series: dict[str, Series] = {
             operation: common.alternate(
-                {name: partial(_seconds, group, operation) for name, group in groups.items()},
+                {name: partial(group.slowest, "time", operation) for name, group in groups.items()},
                 blocks,
                 label=f"{plan}: {operation}:",
             )
@@ -77,29 +77,17 @@ def _group(name: str, plan: str, sizes: tuple[int, int, int], root: Path) -> Ran
     return RankGroup(f"{plan} {name}", WORLD, partial(Worker, name, plan, sizes, root))
 
 
-def _seconds(group: RankGroup, operation: str) -> float:
-    return max(group.call("time", operation))
-
-
 def _peaks(name: str, plan: str, sizes: tuple[int, int, int], root: Path) -> dict[str, int | None]:
-    """Bytes that each operation adds to a rank that has not run another one."""
-    found: dict[str, int | None] = {}
-    for operation in OPERATIONS:
-        group = _group(name, plan, sizes, root)
-        try:
-            grown = group.call("peak", operation)
-        finally:
-            group.close()
-        found[operation] = None if None in grown else max(grown)
-    return found
+    """Return the bytes that each operation adds to a rank that has not run another one."""
+    return {op: _group(name, plan, sizes, root).peak_of("peak", op) for op in OPERATIONS}
 
 
 def _report(plan: str, num_bytes: int, series: dict[str, Series], peaks: dict[str, dict[str, int | None]]) -> None:
     rows = []
-    for operation, found in series.items():
-        ours, theirs = (common.Spread.of(found[name]).median for name in ("colossus", "torch"))
+    for operation, seconds in series.items():
+        ours, theirs = (common.Spread.of(seconds[name]).median for name in ("colossus", "torch"))
         more = [_mb(peaks[name][operation]) for name in ("colossus", "torch")]
-        rows.append([operation, f"{ours:.3f}", f"{theirs:.3f}", str(common.ratio(found, "colossus", "torch")), *more])
+        rows.append([operation, f"{ours:.3f}", f"{theirs:.3f}", str(common.ratio(seconds, "colossus", "torch")), *more])
     common.print_table(
         f"{plan} {WORLD}: {num_bytes / MB:.0f} MB",
         ["", "colossus s", "torch s", "ratio", "adds MB", "torch adds MB"],
@@ -107,8 +95,8 @@ def _report(plan: str, num_bytes: int, series: dict[str, Series], peaks: dict[st
     )
     within = {name: {key: series[key][name] for key in series} for name in ("colossus", "torch")}
     for over, under in (("stall", "save"), ("load, other plan", "load")):
-        told = [f"{name} {common.ratio(each, over, under)}" for name, each in within.items()]
-        print(f"  {over} / {under}: {', '.join(told)}")
+        ratios = [f"{name} {common.ratio(series_of, over, under)}" for name, series_of in within.items()]
+        print(f"  {over} / {under}: {', '.join(ratios)}")
 
 
 def _mb(num_bytes: int | None) -> str:

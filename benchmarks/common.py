@@ -1,4 +1,4 @@
-"""What the benchmarks share: alternating blocks, ratios with their spread, tables, JSON. No torch."""
+"""Tables, parsers and JSON of all benchmarks, beside alternating blocks and ratios with their spread. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: loss and gradient norm of each step
+Pairs = Sequence[tuple[float, float]]
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns as wide as they need to be, the first one to the left."""
+    """Print columns as wide as they need to be, the first one to the left."""
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     print(f"\n{title}")
@@ -32,13 +36,26 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
             print("  " + "  ".join("-" * width for width in widths))
 
 
-def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+def make_parser(description: str | None, *, blocks: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have; without ``blocks`` none that compare in blocks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=blocks, help="alternating blocks (default %(default)s)")
+    if blocks is not None:
+        parser.add_argument("--blocks", type=int, default=blocks, help="alternating blocks (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to a file as well")
     parser.add_argument("--smoke", action="store_true", help="a few seconds at toy sizes: does it run?")
     return parser
+
+
+def check_trajectory(name: str, steps: Pairs, expected: Pairs, against: str, tolerance: float, digits: int = 6) -> None:
+    """Compare the loss and the gradient norm of each step, relative above 1 and absolute below.
+
+    Raises:
+        RuntimeError: the first step that differs, with both numbers.
+    """
+    for step, (mine, theirs) in enumerate(zip(steps, expected, strict=True), 1):
+        for what, a, b in zip(("loss", "gradient norm"), mine, theirs, strict=True):
+            if not abs(a - b) <= tolerance * max(1.0, abs(b)):
+                raise RuntimeError(f"{name}: {what} {a:.{digits}f} at step {step}, but {against} has {b:.{digits}f}")
 
 
 def write_json(path: Path | None, payload: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
 
 One process with one thread, a GPT of hidden size 512, rate 0.1. `keyed` is `layers.Dropout`: masks hashed from seed,
 step, sample, module, token and feature. `bernoulli` draws them by ``Tensor.bernoulli_``, and those of attention in
-torch's own kernel; `torch` calls ``F.dropout``.
+torch's own kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import common
 from colossus import layers
 
 RATE = 0.1
-CASES = ("none", "bernoulli", "torch", "keyed")
+CASES = ("none", "bernoulli", "keyed")
 
 
 def by_bernoulli(x: Tensor, placement: Any) -> Tensor:
@@ -30,16 +30,12 @@ def by_bernoulli(x: Tensor, placement: Any) -> Tensor:
     return x * mask * (1 / (1 - RATE))
 
 
-def by_torch(x: Tensor, placement: Any) -> Tensor:
-    return F.dropout(x, RATE)
-
-
 def in_kernel(dropout: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, mask, RATE, is_causal=mask is None)
 
 
 def step_of(case: str, arguments: Any, attention: bool) -> Callable[[], float]:
-    """Seconds of one step."""
+    """Return a function that runs some steps and returns the seconds of one."""
     rate = RATE if case != "none" else 0.0
     model = dict(
         type="GPT", num_layers=arguments.layers, hidden_size=arguments.hidden, num_heads=8, vocab_size=256,
@@ -47,22 +43,20 @@ def step_of(case: str, arguments: Any, attention: bool) -> Callable[[], float]:
     )  # fmt: skip
     train = dict(global_batch_size=arguments.batch, clip_grad_norm=1.0)
     engine = colossus.initialize(dict(parallel=dict(data=1), model=model, train=train, device="cpu"))
-    if case in ("bernoulli", "torch"):
+    if case == "bernoulli":
         for module in engine.model.modules():
             if isinstance(module, layers.Dropout):
-                vars(module)["drop"] = by_bernoulli if case == "bernoulli" else by_torch
+                vars(module)["drop"] = by_bernoulli
             elif isinstance(module, layers.Attention):
                 vars(module)["_attend_dropping"] = in_kernel
     ids = torch.randint(0, 256, (arguments.batch, arguments.tokens + 1), generator=torch.Generator().manual_seed(0))
     batch = {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
 
-    clock = time.process_time if arguments.processor_time else time.perf_counter
-
     def step() -> float:
-        begin = clock()
+        begin = time.perf_counter()
         for _ in range(arguments.steps):
             engine.train_step(batch)
-        return (clock() - begin) / arguments.steps
+        return (time.perf_counter() - begin) / arguments.steps
 
     step()
     return step
@@ -72,12 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.make_parser(__doc__, blocks=15)
     for name, value in dict(hidden=512, layers=2, tokens=128, batch=8, steps=2).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="(default %(default)s)")
-    parser.add_argument("--processor-time", action="store_true", help="in place of wall time: on a busy machine")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.hidden, arguments.layers, arguments.tokens, arguments.blocks = 64, 1, 8, 2
     torch.set_num_threads(1)
-    found: dict[str, common.Series] = {}
+    results: dict[str, common.Series] = {}
     for what, attention in (("dropout", False), ("dropout, of attention too", True)):
         series = common.alternate(
             {case: step_of(case, arguments, attention) for case in CASES}, arguments.blocks, label=what
@@ -87,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case in CASES
         ]
         common.print_table(f"{what}: one step", ("masks", "ms", "time / bernoulli"), rows)
-        found[what] = series
-    common.write_json(arguments.json, {"seconds": found, "sizes": [arguments.hidden, arguments.layers]})
+        results[what] = series
+    common.write_json(arguments.json, {"seconds": results, "sizes": [arguments.hidden, arguments.layers]})
     return 0
 
 

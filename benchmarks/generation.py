@@ -12,11 +12,11 @@ second are printed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,49 +30,51 @@ from colossus.registry import MODEL_OPTIONS
 
 MODELS = {"gpt": dict(type="GPT"), "llama": dict(type="Llama", num_kv_heads=4)}
 OURS, TENSOR = "colossus", "colossus-tensor-2"
-Clock = Callable[[], float]
 
 
-class Turn:
+class Turn(NamedTuple):
     """Seconds of one text, and its tokens."""
 
-    def __init__(self, prefill: float, decode: float, tokens: list[list[int]]) -> None:
-        self.prefill, self.decode, self.tokens = prefill, decode, tokens
+    prefill: float
+    decode: float
+    tokens: list[list[int]]
 
 
 class Plain:
-    def __init__(self, folder: Path, options: Any, clock: Clock, *, fused: bool) -> None:
-        self.model, self.clock = CachedDecoder(read_state_dict(folder), options, fused=fused), clock
+    def __init__(self, folder: Path, options: Any, *, fused: bool) -> None:
+        self.model = CachedDecoder(read_state_dict(folder), options, fused=fused)
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], count: int) -> Turn:
-        began = self.clock()
+        began = time.perf_counter()
         self.model.begin(len(prompts), len(prompts[0]) + count)
         ids = self.model(torch.tensor(prompts)).argmax(-1)
-        first = self.clock()
+        first = time.perf_counter()
         made = [ids.tolist()]
         for _ in range(count - 1):
             ids = self.model(ids.unsqueeze(1)).argmax(-1)
             made.append(ids.tolist())
-        return Turn(first - began, self.clock() - first, [list(row) for row in zip(*made, strict=True)])
+        return Turn(first - began, time.perf_counter() - first, [list(row) for row in zip(*made, strict=True)])
 
 
 class Ours:
-    def __init__(self, folder: Path, clock: Clock, overrides: Sequence[str] = ()) -> None:
-        self.model, self.clock = load_model(find_source(folder), overrides=overrides), clock
+    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
+        self.model = load_model(find_source(folder), overrides=overrides)
 
     def run(self, prompts: list[list[int]], count: int) -> Turn:
-        began = self.clock()
+        began = time.perf_counter()
         decoding = Decoding(self.model, prompts, max_tokens=count, sampling=Sampling(greedy=True))
         decoding.step()
-        first = self.clock()
+        first = time.perf_counter()
         while not decoding.is_done:
             decoding.step()
-        return Turn(first - began, self.clock() - first, [tokens[len(prompts[0]) :] for tokens in decoding.tokens])
+        return Turn(
+            first - began, time.perf_counter() - first, [tokens[len(prompts[0]) :] for tokens in decoding.tokens]
+        )
 
 
 def save(folder: Path, model: dict[str, Any]) -> None:
-    """A checkpoint of fresh weights, grown so that the likeliest token is so by far."""
+    """Save a checkpoint of fresh weights, grown so that the likeliest token is so by far."""
     config = dict(
         parallel=dict(data=1), model=model, checkpoint=dict(dir=str(folder)), device="cpu",
         train=dict(global_batch_size=1),
@@ -87,31 +89,30 @@ def save(folder: Path, model: dict[str, Any]) -> None:
 
 
 def measure(folder: Path, options: Any, arguments: Any, batch: int) -> dict[str, Any]:
-    clock = time.process_time if arguments.processor_time else time.perf_counter
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, options.vocab_size, (batch, arguments.prompt), generator=generator).tolist()
     cases: dict[str, Any] = {
-        "plain": Plain(folder, options, clock, fused=True),
-        "plain-apart": Plain(folder, options, clock, fused=False),
-        OURS: Ours(folder, clock),
+        "plain": Plain(folder, options, fused=True),
+        "plain-apart": Plain(folder, options, fused=False),
+        OURS: Ours(folder),
     }
     made = {name: case.run(prompts, arguments.tokens).tokens for name, case in cases.items()}
     for name, tokens in made.items():
         if tokens != made["plain"]:
             raise RuntimeError(f"{name} makes other tokens than plain: nothing can be compared")
-    told: dict[str, list[Turn]] = {name: [] for name in cases}
+    turns: dict[str, list[Turn]] = {name: [] for name in cases}
 
     def total(name: str) -> float:
         turn = cases[name].run(prompts, arguments.tokens)
-        told[name].append(turn)
+        turns[name].append(turn)
         return turn.prefill + turn.decode
 
     series = common.alternate({name: partial(total, name) for name in cases}, arguments.blocks, label=f"batch {batch}")
     peer = min(("plain", "plain-apart"), key=lambda name: common.Spread.of(series[name]).median)
     rows = []
     for name in cases:
-        prefill = common.Spread.of([turn.prefill for turn in told[name]]).median
-        decode = common.Spread.of([turn.decode for turn in told[name]]).median
+        prefill = common.Spread.of([turn.prefill for turn in turns[name]]).median
+        decode = common.Spread.of([turn.decode for turn in turns[name]]).median
         speeds = (batch * arguments.prompt / prefill, batch * (arguments.tokens - 1) / decode)
         rows.append((name, *(f"{speed:.1f}" for speed in speeds), common.ratio(series, name, peer)))
     common.print_table(
@@ -142,12 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to make (default %(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="(default 1 8)")
-    parser.add_argument("--processor-time", action="store_true", help="in place of wall time: on a busy machine")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.hidden, arguments.layers, arguments.prompt, arguments.tokens, arguments.blocks = 64, 2, 4, 6, 2
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in arguments.models:
         model = {
             **MODELS[name], "num_layers": arguments.layers, "hidden_size": arguments.hidden, "num_heads": 8,
@@ -158,12 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = Path(temporary)
             save(folder, model)
             print(f"\n{name}: hidden {arguments.hidden} x {arguments.layers} layers, fp32, one thread")
-            with RankGroup(TENSOR, 2, lambda rank: Ours(folder, time.perf_counter, ["parallel.tensor=2"])) as group:  # noqa: B023
-                found[name] = [measure(folder, options, arguments, batch) for batch in arguments.batches]
-                for each in found[name]:
-                    wanted = each.pop("tokens_of_plain")
-                    each[TENSOR] = measure_ranks(folder, group, arguments, each["batch"], wanted)
-    common.write_json(arguments.json, found)
+            with RankGroup(TENSOR, 2, lambda rank: Ours(folder, ["parallel.tensor=2"])) as group:  # noqa: B023
+                results[name] = [measure(folder, options, arguments, batch) for batch in arguments.batches]
+                for row in results[name]:
+                    expected = row.pop("tokens_of_plain")
+                    row[TENSOR] = measure_ranks(folder, group, arguments, row["batch"], expected)
+    common.write_json(arguments.json, results)
     return 0
 
 

@@ -60,7 +60,7 @@ def _run(family: str, dtype: torch.dtype, sizes: tuple[int, int, int], blocks: i
     common.progress(f"{title}: writing")
     make_folder(folder, family, dtype, sizes)
     num_bytes, num_files = (
-        sum(each.stat().st_size for each in folder.iterdir()),
+        sum(file.stat().st_size for file in folder.iterdir()),
         len(list(folder.glob("*.safetensors"))),
     )
     groups = {name: _group(name, folder) for name in CASES}
@@ -71,32 +71,18 @@ def _run(family: str, dtype: torch.dtype, sizes: tuple[int, int, int], blocks: i
             if not gap < _MOST_GAP:
                 raise RuntimeError(f"{title}: logits of {name} differ by {gap:.2g} from those of transformers")
         series = common.alternate(
-            {name: partial(_seconds, group) for name, group in groups.items()}, blocks, label=f"{title}:"
+            {name: partial(group.slowest, "time") for name, group in groups.items()}, blocks, label=f"{title}:"
         )
     finally:
         for group in groups.values():
             group.close()
-    peaks = {name: _peak(name, folder) for name in CASES}
+    peaks = {name: _group(name, folder).peak_of("peak") for name in CASES}  # bytes above those of the weights
     _report(f"{title}, {num_bytes / MB:.0f} MB in {num_files} files", series, peaks)
     return {"title": title, "bytes": num_bytes, "files": num_files, "seconds": series, "peak_bytes": peaks}
 
 
 def _group(name: str, folder: Path) -> RankGroup:
     return RankGroup(name, CASES[name], partial(Worker, name, CASES[name], folder))
-
-
-def _seconds(group: RankGroup) -> float:
-    return max(group.call("time"))
-
-
-def _peak(name: str, folder: Path) -> int | None:
-    """Bytes above those of the weights, of the rank with the most."""
-    group = _group(name, folder)
-    try:
-        grown = group.call("peak")
-    finally:
-        group.close()
-    return None if None in grown else max(grown)
 
 
 def _report(title: str, series: Series, peaks: dict[str, int | None]) -> None:

@@ -25,7 +25,7 @@ transformers.logging.disable_progress_bar()
 
 
 def make_folder(folder: Path, family: str, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    """Random weights, in several files."""
+    """Write random weights in several files."""
     hidden, num_layers, vocab = sizes
     torch.manual_seed(0)
     config: Any
@@ -45,7 +45,7 @@ def make_folder(folder: Path, family: str, dtype: torch.dtype, sizes: tuple[int,
 
 
 class Worker:
-    """For a `RankGroup`: ``name`` is ``transformers``, or a case of ours on so many ranks."""
+    """A rank of a `RankGroup`; ``name`` is ``transformers``, or a case of ours on so many ranks."""
 
     def __init__(self, name: str, world: int, folder: Path, rank: int) -> None:
         memory.pages_of_their_own()
@@ -80,11 +80,11 @@ class Worker:
         model = self._load().eval()
         ids = torch.arange(24).view(1, 24)
         with torch.no_grad():
-            found = model(ids).logits if self._engine is None else layers.to_whole(model(ids))
-        return found.numpy()
+            logits = model(ids).logits if self._engine is None else layers.to_whole(model(ids))
+        return logits.numpy()
 
     def time(self) -> float:
-        """Seconds until the weights are loaded and written to, all ranks beginning at once."""
+        """Return the seconds until the weights are loaded and written to, which all ranks begin at once."""
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
@@ -93,9 +93,9 @@ class Worker:
         return time.perf_counter() - began
 
     def peak(self) -> int | None:
-        """Bytes that the first load of this process adds, but for those of the weights."""
-        kept: list[nn.Module] = []
-        load: Callable[[], None] = lambda: kept.append(self._load_and_write())  # noqa: E731
+        """Return the bytes that the first load of this process adds, without those of the weights."""
+        models: list[nn.Module] = []
+        load: Callable[[], None] = lambda: models.append(self._load_and_write())  # noqa: E731
         grown = memory.resident_growth(load)
-        own = sum(each.numel() * each.element_size() for each in kept[0].parameters())
+        own = sum(parameter.nbytes for parameter in models[0].parameters())
         return None if grown is None else grown - (own if self._engine is None else 0)

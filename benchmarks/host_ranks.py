@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import torch
 
+from benchmarks import common
 from benchmarks.hosts import INTERFACE, PORT, Host
 from colossus.context.local_ranks import RanksFailed
 
@@ -63,18 +66,32 @@ def run_on_hosts(hosts: Sequence[Host], body: Callable[[int], Any]) -> list[Any]
     return [results[rank] for rank in range(len(hosts))]
 
 
+def measure_each(program: str, names: Iterable[str], measure: Callable[[str], Any]) -> tuple[list[Any], bool]:
+    """Return what ``measure(name)`` returned for each name, and whether ranks of some name failed; they are told."""
+    began, rows, failed = time.monotonic(), [], False
+    for name in names:
+        common.progress(f"{time.monotonic() - began:4.0f} s  {name}")
+        try:
+            rows.append(measure(name))
+        except RanksFailed as error:  # the others are measured
+            failed = True
+            print(f"{program}: {name}: {error}", file=sys.stderr)
+    common.progress("")
+    return rows, failed
+
+
+def machine_words(began: float) -> str:
+    """Return how long a run took and how busy the machine is."""
+    return f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
 def _be_rank(rank: int, hosts: Sequence[Host], body: Callable[[int], Any], pipe: Connection) -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's end is theirs
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(len(hosts)),
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR=hosts[0].name,
-            MASTER_PORT=str(PORT),
-            GLOO_SOCKET_IFNAME=INTERFACE,
-        )
+            RANK=str(rank), WORLD_SIZE=str(len(hosts)), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR=hosts[0].name, MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=INTERFACE,
+        )  # fmt: skip
         answer = True, body(rank)
     except BaseException:
         answer = False, traceback.format_exc()

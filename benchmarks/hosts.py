@@ -52,7 +52,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 def located_error() -> str | None:
-    """Why hosts cannot be made here; None if they can."""
+    """Return why hosts cannot be made here; None if they can."""
     if sys.platform != "linux":
         return "hosts are Linux's namespaces"
     if os.geteuid() != 0:
@@ -66,8 +66,8 @@ def located_error() -> str | None:
 
 
 def _has_capability(number: int) -> bool:
-    found = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return found is None or bool(int(found[1], 16) >> number & 1)
+    match = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return match is None or bool(int(match[1], 16) >> number & 1)
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,21 @@ class Host:
     namespaces: Namespaces
 
     def start(self, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """A program on it; ``options`` are those of `subprocess.Popen`."""
+        """Start a program on it; ``options`` are those of `subprocess.Popen`."""
         return self.namespaces.start(words, **options)
 
     def run(self, words: Sequence[str]) -> str:
-        """What a program on it prints; RuntimeError when it fails."""
+        """Return what a program on it prints; RuntimeError when it fails."""
         return self.namespaces.run(words)
 
     def bytes_moved(self) -> tuple[int, int]:
-        """(received, sent) through its link so far, all headers included."""
+        """Return the bytes received and sent through its link so far, all headers included."""
         return self.namespaces.bytes_moved(INTERFACE)
 
 
 @contextlib.contextmanager
 def make_hosts(count: int, rate: str | None = None, own_name_is: str | None = None) -> Iterator[list[Host]]:
-    """Hosts that reach each other, until the end of the block; their processes die with it.
+    """Make hosts that reach each other, until the end of the block; their processes die with it.
 
     Args:
         rate: of each link, in each direction, as ``100mbit``; None: as fast as the machine is.
@@ -115,11 +115,15 @@ def make_hosts(count: int, rate: str | None = None, own_name_is: str | None = No
     if not 1 <= count <= _MOST_HOSTS:
         raise ValueError(f"{count} hosts: 1 to {_MOST_HOSTS} can be made")
     names, addresses = [f"host{index}" for index in range(count)], [f"10.77.0.{index + 1}" for index in range(count)]
-    known = dict(zip(names, addresses, strict=True))
+    address_of = dict(zip(names, addresses, strict=True))
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(namespaces.new(namespaces.NETWORK | namespaces.PROCESSES, "true")).network
         hosts = [
-            Host(name, known[name], stack.enter_context(_new_host(name, known, own_name_is or known[name])))
+            Host(
+                name,
+                address_of[name],
+                stack.enter_context(_new_host(name, address_of, own_name_is or address_of[name])),
+            )
             for name in names
         ]
         switch.run(["ip", "-batch", "-"], "link add name bridge type bridge mcast_snooping 0\nlink set bridge up\n")
@@ -129,22 +133,25 @@ def make_hosts(count: int, rate: str | None = None, own_name_is: str | None = No
 
 
 def tbf(rate: str) -> list[str]:
-    """The token bucket of `tc` that shapes a link.
+    """Return the token bucket of `tc` that shapes a link.
 
     Raises:
         ValueError: for what is no rate.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"the rate {rate!r} is not a number with kbit, mbit or gbit behind it, such as 100mbit")
-    burst = max(LEAST_BURST, int(float(found[1]) * _UNITS[found[2]] / 8 * _BURST_SECONDS))
+    burst = max(LEAST_BURST, int(float(match[1]) * _UNITS[match[2]] / 8 * _BURST_SECONDS))
     return ["tbf", "rate", rate, "burst", str(burst), "latency", f"{_QUEUE_SECONDS * 1e3:g}ms"]
 
 
-def _new_host(name: str, known: Mapping[str, str], own: str) -> contextlib.AbstractContextManager[Namespaces]:
-    lines = ["127.0.0.1 localhost", *(f"{own if other == name else known[other]} {other}" for other in known)]
+def _new_host(name: str, address_of: Mapping[str, str], own: str) -> contextlib.AbstractContextManager[Namespaces]:
+    lines = [
+        "127.0.0.1 localhost",
+        *(f"{own if other == name else address_of[other]} {other}" for other in address_of),
+    ]
     # torch's store listens on IPv6 and asks for the names of those who connect; there is no DNS
-    mapped = {**known, "localhost": "127.0.0.1", f"{name}-own": own}
+    mapped = {**address_of, "localhost": "127.0.0.1", f"{name}-own": own}
     lines += [f"::ffff:{address} {other}-mapped" for other, address in mapped.items()]
     flags = namespaces.NETWORK | namespaces.MOUNTS | namespaces.IPC | namespaces.NAMES | namespaces.PROCESSES
     setup = f"""

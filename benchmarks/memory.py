@@ -29,14 +29,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: ``held`` between steps (weights, gradients, optimizer, batches), ``peak`` within one."""
+    """Bytes: ``resident`` between steps (weights, gradients, optimizer, batches), ``peak`` within one."""
 
-    held: int
+    resident: int
     peak: int
 
 
 def measure(make: Callable[[], Case], steps: int = 3) -> Memory | None:
-    """Memory of a case in this process, to about a quarter of a MB; None where the system does not tell (not Linux).
+    """Return the memory of a case in this process, to a quarter of a MB; None where the system is not Linux.
 
     The first two steps are left out: they make the optimizer's state, buckets and the like.
     """
@@ -46,25 +46,24 @@ def measure(make: Callable[[], Case], steps: int = 3) -> Memory | None:
     case = make()
     for index in range(2):
         case.step(index)
-    gc.collect()
-    held = _live_bytes()
+    resident = live_bytes()
 
     def run() -> None:
         for index in range(steps):
             case.step(2 + index)
 
-    return Memory(held, held + (resident_growth(run) or 0))
+    return Memory(resident, resident + (resident_growth(run) or 0))
 
 
 def pages_of_their_own() -> None:
-    """Every tensor of some size gets pages that are given back at once: else the resident set remembers old peaks."""
+    """Give every tensor of some size pages that are freed at once: else the resident set remembers old peaks."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
     libc.mallopt(_M_TRIM_THRESHOLD, 64 << 10)
 
 
 def resident_growth(run: Callable[[], object]) -> int | None:
-    """By how many bytes this process is larger at most during a call than before; None where that is not told.
+    """Return by how many bytes this process is larger at most during a call than before; None where nobody knows.
 
     The system counts in batches of pages, so a call that needs nothing may seem to need less than that.
     """
@@ -77,7 +76,7 @@ def resident_growth(run: Callable[[], object]) -> int | None:
 
 
 def allocated_peak(step: Callable[[], object]) -> int:
-    """Most bytes that torch's allocator gives out during a call, on top of what is held before, counted exactly.
+    """Return the most bytes that torch's allocator gives out during a call, on top of those before, counted exactly.
 
     What collectives' own threads allocate is not seen; on one host, where they go through shared memory, there is none.
     """
@@ -94,31 +93,26 @@ def allocated_peak(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _standard_error_off() -> Iterator[None]:
-    """The profiler's library writes lines of its own."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Silence the lines that the profiler's library writes."""
+    error, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(error, 2)
+        os.close(error)
         os.close(nothing)
 
 
-def live_bytes() -> int:
-    """Bytes of all tensors of this process."""
-    gc.collect()
-    return _live_bytes()
-
-
 def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
 
 
-def _live_bytes() -> int:
-    """Bytes of all storages that some tensor of this process uses, without memory that ranks share."""
+def live_bytes() -> int:
+    """Return the bytes of all storages that some tensor of this process uses, without memory that ranks share."""
+    gc.collect()
     storages: dict[int, int] = {}
     # issubclass of the type: isinstance would ask torch's deprecated module objects for their class, and they warn
     todo: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]

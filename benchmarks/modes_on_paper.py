@@ -1,4 +1,4 @@
-"""Where 2D, 2.5D and 3D beat 1D by our count, over ranks and links; and what the papers of these modes claim.
+"""Tensor modes on paper: where 2D, 2.5D and 3D beat 1D by our count, and what the papers of these modes claim.
 
     python -m benchmarks.modes_on_paper
     python -m benchmarks.modes_on_paper --plot docs/static/modes.svg
@@ -71,18 +71,18 @@ class Links:
 
 
 class OneModel(Estimator):
-    """Estimates of one model on given links; what is known of its layouts is shared by all of them."""
+    """Estimates of one model on given links; the profiles of its layouts are shared by all of them."""
 
-    def __init__(self, links: Links, ranks: int, known: dict[Any, LayoutProfile]) -> None:
+    def __init__(self, links: Links, ranks: int, profiles: dict[Any, LayoutProfile]) -> None:
         hardware = FromDataSheet(links.device, network=Link(NETWORK_STEP, links.bandwidth))
         super().__init__(hardware, hosts=max(1, ranks // links.on_a_host))
-        self.known = known
+        self.profiles = profiles
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
         key = layout_key(config)
-        if key not in self.known:
-            self.known[key] = super().profile(config, split_backward=split_backward)
-        return self.known[key]
+        if key not in self.profiles:
+            self.profiles[key] = super().profile(config, split_backward=split_backward)
+        return self.profiles[key]
 
 
 @dataclass
@@ -92,23 +92,23 @@ class Study:
     model: Mapping[str, Any]
     batch: int
     precision: str
-    known: dict[Any, LayoutProfile] = field(default_factory=dict)
+    profiles: dict[Any, LayoutProfile] = field(default_factory=dict)
 
     def step(
         self, links: Links, mode: str, shape: tuple[int, ...], *, batch: int | None = None, recompute: str = "none",
         **flags: Any,
     ) -> PlanEstimate:  # fmt: skip
-        """Raises ConfigError where the shape does not fit the model."""
+        """Estimate a step; ConfigError where the shape does not fit the model."""
         tensor = dict(mode=mode, size=math.prod(shape), shape=shape, **flags)
         train = dict(global_batch_size=batch or self.batch, precision=self.precision, activation_checkpoint=recompute)
         config = load_config({
             "parallel": dict(data=1, tensor=tensor),
             "model": self.model, "data": dict(type="PythonStdlib"), "optimizer": dict(type="Adam"), "train": train,
         })  # fmt: skip
-        return OneModel(links, math.prod(shape), self.known).estimate(config)
+        return OneModel(links, math.prod(shape), self.profiles).estimate(config)
 
     def fits(self, mode: str, shape: tuple[int, ...]) -> bool:
-        """Whether it has enough heads: all other sizes divide."""
+        """Return whether the model has enough heads: all other sizes divide."""
         heads = {"1d": shape[0]}.get(mode, shape[-1])
         return self.model["num_heads"] % heads == 0 and self.model["num_heads"] >= heads
 
@@ -118,7 +118,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says: so much faster than 1D on 64 devices.
+    """The claim of a paper: so much faster than 1D on 64 devices.
 
     Attributes:
         links: as near as data sheets come to the cluster of the paper: four devices in a host; FDR InfiniBand for a
@@ -146,31 +146,33 @@ def claims(study: Study, batches: Sequence[int]) -> None:
             base = study.step(claim.links, "1d", (64,), batch=batch, recompute="full")
             cells: list[str] = []
             for flags in (AGAIN, KEPT):
-                found = study.step(claim.links, claim.mode, SQUARES[claim.mode], batch=batch, recompute="full", **flags)
-                cells += [f"{base.seconds / found.seconds:.2f}"]
+                estimate = study.step(
+                    claim.links, claim.mode, SQUARES[claim.mode], batch=batch, recompute="full", **flags
+                )
+                cells += [f"{base.seconds / estimate.seconds:.2f}"]
             rows.append([claim.source, claim.mode, claim.ratio, batch, f"{base.seconds:.1f} s", *cells, claim.links])
     header = ("claim", "mode", "published", "batch", "1D's step", "here", "here, kept", "links assumed")
     common.print_table("times faster than 1D on 64 devices, full activation checkpointing, fp32", header, rows)
 
 
 def memory(study: Study, batches: Sequence[int]) -> None:
-    """How large a batch fits, and how fast that is."""
+    """Print how large a batch fits, and how fast that is."""
     rows: list[list[object]] = []
     links, of_1d = CLAIMS[0].links, 0.0
     for name, (mode, flags, _) in WAYS.items():
         fitting: dict[int, PlanEstimate] = {}
         for batch in batches:
-            given = {**flags, **AGAIN} if mode != "1d" else flags
-            found = study.step(links, mode, SQUARES[mode], batch=batch, recompute="full", **given)
-            if found.memory.fullest.total > SMALL:
+            options = {**flags, **AGAIN} if mode != "1d" else flags
+            estimate = study.step(links, mode, SQUARES[mode], batch=batch, recompute="full", **options)
+            if estimate.memory.fullest.total > SMALL:
                 break
-            fitting[batch] = found
+            fitting[batch] = estimate
         if not fitting:
             rows.append([name, "none", "-", "-", "-"])
             continue
-        batch, found = fitting.popitem()
-        of_1d = of_1d or batch / found.seconds
-        total, speed = byte_count(found.memory.fullest.total), batch / found.seconds
+        batch, estimate = fitting.popitem()
+        of_1d = of_1d or batch / estimate.seconds
+        total, speed = byte_count(estimate.memory.fullest.total), batch / estimate.seconds
         rows.append([name, batch, total, f"{speed:.1f}", f"{speed / of_1d:.2f}"])
     header = ("mode", "largest batch", "memory", "sequences/s", "times 1D's")
     common.print_table(f"the largest batch that fits {byte_count(SMALL)} on 64 devices ({links})", header, rows)
@@ -180,7 +182,7 @@ def memory(study: Study, batches: Sequence[int]) -> None:
 
 
 def over_ranks(study: Study, title: str, links: Links) -> Panel:
-    """Seconds of a step of each mode by ranks; 1D ends where each rank has one head."""
+    """Return seconds of a step of each mode by ranks; 1D ends where each rank has one head."""
     lines: list[Line] = []
     table: dict[int, dict[str, float]] = {}
     for name, (mode, flags, shapes) in WAYS.items():
@@ -198,20 +200,20 @@ def over_ranks(study: Study, title: str, links: Links) -> Panel:
 
 
 def over_links(study: Study, title: str, device: str, on_a_host: int) -> Panel:
-    """How much faster than 1D the others are on 64 ranks, by the network's speed."""
+    """Compare the other modes with 1D on 64 ranks, by the network's speed."""
     gigabytes = [2.0**power for power in range(8)]
     ratios: dict[str, list[float]] = {name: [] for name in WAYS}
-    for each in gigabytes:
-        links = Links(device, on_a_host, each * 1e9)
+    for speed in gigabytes:
+        links = Links(device, on_a_host, speed * 1e9)
         seconds = {
             name: study.step(links, mode, SQUARES[mode], **flags).seconds for name, (mode, flags, _) in WAYS.items()
         }
         for name, values in ratios.items():
             values.append(seconds["1D"] / seconds[name])
     where = f"64 {device.upper()}, hosts of {on_a_host}"
-    rows = [[f"{each:g}", *(f"{ratios[name][at]:.2f}" for name in WAYS)] for at, each in enumerate(gigabytes)]
+    rows = [[f"{speed:g}", *(f"{ratios[name][at]:.2f}" for name in WAYS)] for at, speed in enumerate(gigabytes)]
     common.print_table(f"{title}, {where}: times faster than 1D", ("GB/s", *WAYS), rows)
-    x = [math.log2(each) for each in gigabytes]
+    x = [math.log2(speed) for speed in gigabytes]
     lines = [Line(name, x, values) for name, values in ratios.items()]
     return Panel(f"{title}\n{where}", lines, "log2 of GB/s of a device to other hosts", "times faster than 1D")
 

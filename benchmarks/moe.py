@@ -72,7 +72,7 @@ class Worker:
                 block.router.weight[:, 0] = -skew * torch.arange(self.num_experts)
 
     def time(self, steps: int) -> float:
-        """Seconds of a step, behind one that is not timed."""
+        """Return the seconds of a step, behind one that is not timed."""
         self.engine.train_step(self.x)
         begin = time.perf_counter()
         for _ in range(steps):
@@ -80,8 +80,7 @@ class Worker:
         return (time.perf_counter() - begin) / steps
 
     def numbers(self) -> dict[str, Any]:
-        """Of a step: bytes sent of all, and of tokens, and which experts this rank's tokens have chosen in each layer;
-        and what the rank holds."""
+        """Return the bytes that a step sends, in all and of tokens, each layer's choices of experts, and parameters."""
         with accounting.count() as moved:
             result = self.engine.train_step(self.x)
         routers = [block.router for block in self.engine.model.blocks]
@@ -89,25 +88,21 @@ class Worker:
             "bytes": moved.bytes(),
             "token_bytes": moved.bytes(operation="all_to_all tokens"),
             "chosen": [router.totals[: self.num_experts].int().tolist() for router in routers],
-            "max_over_mean": max(each["max_over_mean"] for each in result.experts.values()),
+            "max_over_mean": max(layer["max_over_mean"] for layer in result.experts.values()),
             "parameter_bytes": sum(parameter.nbytes for parameter in self.engine.model.parameters()),
         }
 
 
 def predicted(numbers: Sequence[dict[str, Any]], num_experts: int, row_bytes: int) -> list[int]:
-    """Bytes of tokens that each rank sends in a step."""
+    """Return the bytes of tokens that each rank sends in a step."""
     local, totals = num_experts // RANKS, [0] * RANKS
-    for of_ranks in zip(*(each["chosen"] for each in numbers), strict=True):
+    for of_ranks in zip(*(of_rank["chosen"] for of_rank in numbers), strict=True):
         to = [[sum(counts[rank * local :][:local]) for rank in range(RANKS)] for counts in of_ranks]
         for rank in range(RANKS):
             own = sum(to[rank]) - to[rank][rank]
             others = sum(row[rank] for row in to) - to[rank][rank]
             totals[rank] += bytes_sent(own, others, RANKS, num_experts, row_bytes)[1]
     return totals
-
-
-def _slowest(group: RankGroup, steps: int) -> float:
-    return max(group.call("time", steps))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,15 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name: stack.enter_context(RankGroup(name, RANKS, partial(Worker, plan, sizes, tokens, skew)))
                 for name, plan in PLANS.items()
             }
-            runners = {name: partial(_slowest, group, steps) for name, group in groups.items()}
+            runners = {name: partial(group.slowest, "time", steps) for name, group in groups.items()}
             series = common.alternate(runners, blocks, label=f"{routing}:")
             of_ranks = {name: group.call("numbers") for name, group in groups.items()}
         for name, numbers in of_ranks.items():
             formula = predicted(numbers, sizes[2], sizes[0] * 4) if "experts" in name else [0] * RANKS
-            counted = [each["token_bytes"] for each in numbers]
+            counted = [of_rank["token_bytes"] for of_rank in numbers]
             if counted != formula:
                 raise RuntimeError(f"{name}, {routing}: {counted} bytes of tokens, and {formula} by the formula")
-            mean = {key: sum(each[key] for each in numbers) / RANKS / 1e6 for key in ("bytes", "token_bytes")}
+            mean = {key: sum(of_rank[key] for of_rank in numbers) / RANKS / 1e6 for key in ("bytes", "token_bytes")}
             rows.append([
                 f"{routing}: {name}", f"{numbers[0]['max_over_mean']:.2f}",
                 f"{Spread.of(series[name]).median * 1e3:.0f}", common.ratio(series, name, next(iter(PLANS))),

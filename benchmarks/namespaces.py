@@ -54,7 +54,7 @@ class Namespaces:
 
     @contextlib.contextmanager
     def _forking(self) -> Iterator[Callable[[], None]]:
-        """What this thread forks meanwhile is in the process namespace, and calls what is yielded to enter the others.
+        """Let what this thread forks be in the process namespace; it calls what is yielded to enter the others.
 
         The working directory stays. Threads cannot be started meanwhile.
         """
@@ -75,7 +75,7 @@ class Namespaces:
             os.close(pidfd)
 
     def start(self, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """A program in these namespaces; ``options`` are those of `subprocess.Popen`."""
+        """Start a program in these namespaces; ``options`` are those of `subprocess.Popen`."""
         with self._forking() as enter:
 
             def begin() -> None:
@@ -84,25 +84,25 @@ class Namespaces:
 
             return subprocess.Popen(list(words), preexec_fn=begin, **options)
 
-    def run(self, words: Sequence[str], given: str = "") -> str:
-        """What a program in these namespaces prints.
+    def run(self, words: Sequence[str], text: str = "") -> str:
+        """Return what a program in these namespaces prints.
 
         Raises:
             RuntimeError: with what it said, when it fails.
         """
         process = self.start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        out, err = process.communicate(given)
+        out, err = process.communicate(text)
         if process.returncode:
             raise RuntimeError(f"{' '.join(words)}: {(err or out).strip() or f'exit code {process.returncode}'}")
         return str(out)
 
     @property
     def network(self) -> Namespaces:
-        """The network alone, for programs that name processes as the caller does."""
+        """Return the network alone, for programs that name processes as the caller does."""
         return Namespaces(self.pid, NETWORK)
 
     def bytes_moved(self, interface: str) -> tuple[int, int]:
-        """(received, sent) through a network interface so far, headers of Ethernet, IP and TCP included."""
+        """Return the bytes received and sent through an interface so far, headers of Ethernet, IP and TCP included."""
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == interface:
@@ -113,7 +113,7 @@ class Namespaces:
 
 @contextlib.contextmanager
 def new(flags: int, setup: str) -> Iterator[Namespaces]:
-    """New namespaces, with a first process that does nothing. All processes in them end with the block.
+    """Make namespaces, with a first process that does nothing; all processes in them end with the block.
 
     They also end when the thread that is in the block dies of anything, SIGKILL included.
 
@@ -136,12 +136,8 @@ def new(flags: int, setup: str) -> Iterator[Namespaces]:
     try:
         first = subprocess.Popen(
             ["sh", "-c", script],
-            preexec_fn=begin,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+            preexec_fn=begin, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     finally:
         _own_processes()
     assert first.stdout is not None
@@ -158,7 +154,7 @@ def new(flags: int, setup: str) -> Iterator[Namespaces]:
 
 
 def _own_processes() -> None:
-    """What this thread forks is in its own process namespace again."""
+    """Let what this thread forks be in its own process namespace again."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
         _call("setns", own, PROCESSES)

@@ -1,4 +1,4 @@
-"""What the planner proposes for models whose training was published, beside what was published.
+"""The planner's plans for models whose training was published, beside what was published.
 
     python -m benchmarks.paper_plans
     python -m benchmarks.paper_plans --only gpt3 --no-search
@@ -127,14 +127,21 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _cells(found: PlanEstimate, devices: int) -> list[str]:
-    speed = found.tokens_per_second / devices
-    return [_number(speed), _percent(found.mfu), byte_count(found.memory.fullest.total), plan_words(found.config)]
+def _cells(estimate: PlanEstimate, devices: int) -> list[str]:
+    speed = estimate.tokens_per_second / devices
+    return [
+        _number(speed),
+        _percent(estimate.mfu),
+        byte_count(estimate.memory.fullest.total),
+        plan_words(estimate.config),
+    ]
 
 
 def run(case: Case, *, searches: bool) -> list[list[str]]:
-    """Rows of what was published, what is predicted for the published plan, also with full activation checkpointing
-    where it does not fit as it is, and the best plan that is found, or where none fits the nearest."""
+    """Return rows of what was published, of what is predicted for that plan, and of the best plan.
+
+    A plan that does not fit is also predicted with full activation checkpointing; where none fits the nearest is a row.
+    """
     hardware, hosts = FromDataSheet(case.device, network=case.network), max(1, case.devices // 8)
     rows = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", case.source]]
 

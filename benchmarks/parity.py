@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import colossus
-from benchmarks.peers.plain import PlainGPT, loss_of
-from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
-from colossus.checkpoint import load_full_state_dict
-from colossus.context.local_ranks import LocalRanks
+from benchmarks.peers.ours import ColossusCase
+from benchmarks.peers.plain import PlainCase
+from benchmarks.ranks import RankGroup
+from benchmarks.workload import Workload
 
 STEPS = 20
 WORKLOAD = Workload(hidden=64, layers=4, heads=8, tokens=64, batch=16)
@@ -49,56 +49,26 @@ COMPARED = "any loss or gradient norm"
 
 def train_plain(workload: Workload, steps: int) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each step of the loop in plain torch."""
-    model = PlainGPT(workload).double()
-    model.load_state_dict(fuse_qkv({name: value.double() for name, value in workload.state().items()}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    batches, numbers = workload.batches(), []
-    for step in range(steps):
-        ids, labels = batches[step % len(batches)]
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model(ids), labels)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        numbers.append((loss.item(), norm.item()))
-    return numbers
+    case = PlainCase(workload, 0, 1)
+    case.model.double()
+    return [case.step(index) for index in range(steps)]
 
 
-class PlanRun:
+class PlanRun(ColossusCase):
     """A rank of a run under a plan.
 
     Args:
         damaged: a parameter whose gradient is halved.
     """
 
-    def __init__(
-        self, workload: Workload, parallel: dict[str, Any], schedule: dict[str, Any], damaged: str | None = None
-    ) -> None:
-        w = workload
-        config = dict(
-            parallel=parallel,
-            schedule=schedule,
-            model=dict(type="GPT", num_layers=w.layers, hidden_size=w.hidden, num_heads=w.heads, vocab_size=w.vocab,
-                       seq_len=w.tokens, tie_embeddings=False),
-            optimizer=dict(type="AdamW", lr=LEARNING_RATE),
-            train=dict(global_batch_size=w.batch, clip_grad_norm=CLIP_NORM, precision="fp64"),
-            device="cpu",
-        )  # fmt: skip
-        self.engine = colossus.initialize(config)
-        load_full_state_dict(self.engine.model, w.state(), self.engine.context)
+    def __init__(self, rank: int, parallel: dict[str, Any], schedule: dict[str, Any], damaged: str | None) -> None:
+        super().__init__(WORKLOAD, rank, 0, parallel=parallel, schedule=schedule, precision="fp64")
         if damaged is not None:
             self.engine.model.get_parameter(damaged).register_hook(lambda gradient: gradient * 0.5)
-        context = self.engine.context
-        self.batches = w.batches(part=context.index("data"), parts=context.size("data"))
 
     def train(self, steps: int) -> list[tuple[float, float]]:
         """Return the loss and the gradient norm of each step."""
-        numbers = []
-        for step in range(steps):
-            ids, labels = self.batches[step % len(self.batches)]
-            result = self.engine.train_step({"inputs": ids, "labels": labels})
-            numbers.append((result.loss, result.grad_norm))
-        return numbers
+        return [self.step(index) for index in range(steps)]
 
 
 def largest_difference(run: list[tuple[float, float]], reference: list[tuple[float, float]]) -> float:
@@ -113,28 +83,21 @@ def compare_plans(steps: int) -> dict[str, float]:
     cases = {name: (*plan, None) for name, plan in PLANS.items()} | {CONTROL: (2, dict(data=2), {}, DAMAGED)}
     differences = {}
     for name, (world, parallel, schedule, damaged) in cases.items():
-        ranks = LocalRanks(
-            world,
-            lambda rank, plan=parallel, actions=schedule, parameter=damaged: PlanRun(
-                WORKLOAD, plan, actions, parameter
-            ),
-        )
-        try:
+        make = partial(PlanRun, parallel=parallel, schedule=schedule, damaged=damaged)
+        with RankGroup(name, world, make) as ranks:
             differences[name] = max(largest_difference(run, reference) for run in ranks.call("train", steps))
-        finally:
-            ranks.close()
         print(f"{name:34} {differences[name]:.1e}", flush=True)
     return differences
 
 
 def draw(differences: Mapping[str, float], steps: int) -> str:
     """Return an SVG with a dot for each plan on a logarithmic axis."""
-    left, right, row, top = 250, 770, 22, 62
+    start, right, row, top = 250, 770, 22, 62
     lowest, highest = -17, 0
     bottom = top + row * len(differences)
 
     def x(exponent: float) -> float:
-        return left + (right - left) * (exponent - lowest) / (highest - lowest)
+        return start + (right - start) * (exponent - lowest) / (highest - lowest)
 
     def text(at: float, y: float, words: str, anchor: str, size: int = 12) -> str:
         return f'<text x="{at:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}">{words}</text>'
@@ -151,8 +114,8 @@ def draw(differences: Mapping[str, float], steps: int) -> str:
         y = top + row * number + 8
         at = x(max(lowest, math.log10(difference))) if difference else x(lowest)
         colour = "#d62728" if name == CONTROL else "#1f77b4"
-        shapes.append(text(left - 14, y + 4, name, "end"))
-        shapes.append(f'<line x1="{left}" y1="{y}" x2="{at:.1f}" y2="{y}" stroke="{colour}" stroke-width="2"/>')
+        shapes.append(text(start - 14, y + 4, name, "end"))
+        shapes.append(f'<line x1="{start}" y1="{y}" x2="{at:.1f}" y2="{y}" stroke="{colour}" stroke-width="2"/>')
         shapes.append(f'<circle cx="{at:.1f}" cy="{y}" r="5" fill="{colour}"/>')
         shapes.append(text(at + 10, y + 4, f"{difference:.0e}", "start", 11))
     width, height = right + 40, bottom + 30

@@ -23,8 +23,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Series, Spread
-from benchmarks.pipeline_cases import CASES, SERIAL, TORCH, Setup
-from benchmarks.pipeline_worker import Gradients, Worker
+from benchmarks.pipeline_cases import CASES, SERIAL, TORCH, Gradients, Setup, Worker
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
 
@@ -54,20 +53,20 @@ class Result:
 # -- refusals -------------------------------------------------------------------------------------------------
 
 
-def check_passes(label: str, found: Sequence[tuple[float, Gradients]], reference: tuple[float, Gradients]) -> float:
-    """That the ranks of a case have the losses and gradients of one process.
+def check_passes(label: str, by_rank: Sequence[tuple[float, Gradients]], reference: tuple[float, Gradients]) -> float:
+    """Compare the losses and gradients of the ranks of a case with those of one process.
 
     Returns:
         The largest difference of a gradient from the reference, as norms of the whole parameter.
 
     Raises:
-        RuntimeError: naming what differs most.
+        RuntimeError: the name and the size of the largest difference.
     """
     wanted_loss, wanted = reference
-    total = sum(loss for loss, _ in found)
+    total = sum(loss for loss, _ in by_rank)
     if not abs(total - wanted_loss) <= LOSS_TOLERANCE * abs(wanted_loss):
         raise RuntimeError(f"{label}: the sum of losses is {total!r}, but {SERIAL} has {wanted_loss!r}")
-    gradients = {name: value for _, own in found for name, value in own.items()}
+    gradients = {name: value for _, own in by_rank for name, value in own.items()}
     if gradients.keys() != wanted.keys():
         raise RuntimeError(f"{label}: gradients of other parameters: {sorted(gradients.keys() ^ wanted.keys())}")
     differences = {
@@ -81,18 +80,6 @@ def check_passes(label: str, found: Sequence[tuple[float, Gradients]], reference
             f"{label}: the gradient of {worst} differs from that of {SERIAL} by {differences[worst]:.3g}"
         )
     return differences[worst]
-
-
-def check_steps(label: str, found: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> None:
-    """That losses and gradient norms of the first steps are those of one process.
-
-    Raises:
-        RuntimeError: naming the step.
-    """
-    for step, (mine, wanted) in enumerate(zip(found, reference, strict=True), 1):
-        for what, a, b in zip(("loss", "gradient norm"), mine, wanted, strict=True):
-            if not abs(a - b) <= STEP_TOLERANCE * abs(b):
-                raise RuntimeError(f"{label}: {what} {a:.7f} at step {step}, but {SERIAL} has {b:.7f}")
 
 
 # -- measuring ------------------------------------------------------------------------------------------------
@@ -119,7 +106,7 @@ def measure(setup: Setup, names: Sequence[str], blocks: int, steps: int | None =
         trajectories = {label: group.call("steps", CHECKED_STEPS) for label, group in groups.items()}
         for label, of_ranks in trajectories.items():
             for trajectory in of_ranks:
-                check_steps(label, trajectory, trajectories[SERIAL][0])
+                common.check_trajectory(label, trajectory, trajectories[SERIAL][0], SERIAL, STEP_TOLERANCE)
         steps = steps or max(1, min(MAX_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1, []))))
         series, processor = {}, {}
         for what in MEASURED:
@@ -131,33 +118,33 @@ def measure(setup: Setup, names: Sequence[str], blocks: int, steps: int | None =
 
 
 def _block(group: RankGroup, what: str, steps: int, busy: list[float]) -> float:
-    """Seconds of the slowest rank; processor seconds of all go into the list."""
-    found = group.call("block", what, steps)
-    busy.append(sum(used for _, used in found))
-    return max(seconds for seconds, _ in found)
+    """Return the seconds of the slowest rank; processor seconds of all go into the list."""
+    times = group.call("block", what, steps)
+    busy.append(sum(used for _, used in times))
+    return max(seconds for seconds, _ in times)
 
 
 # -- results --------------------------------------------------------------------------------------------------
 
 
 def ratios(result: Result, what: str, label: str) -> dict[str, Spread]:
-    """Time of a case over that of the serial one and of torch's."""
+    """Return the time of a case over that of the serial one and of torch's."""
     series = result.series[what]
     return {peer: common.ratio(series, label, peer) for peer in (SERIAL, TORCH) if peer in series and peer != label}
 
 
 def report(result: Result) -> None:
-    """A table for passes and one for steps."""
+    """Print a table for passes and one for steps."""
     for what in MEASURED:
         rows = []
         for label, seconds in result.series[what].items():
-            found = ratios(result, what, label)
+            of_peers = ratios(result, what, label)
             rows.append(
                 (
                     label,
                     f"{Spread.of(seconds).median * 1e3:.1f}",
                     f"{min(seconds) * 1e3:.1f}",
-                    *(found.get(peer, "") for peer in (SERIAL, TORCH)),
+                    *(of_peers.get(peer, "") for peer in (SERIAL, TORCH)),
                     f"{Spread.of(result.processor[what][label]).median * 1e3:.1f}",
                 )
             )
@@ -188,7 +175,7 @@ SMOKE = Workload(hidden=32, layers=4, heads=4, tokens=16, batch=1, vocab=32)
 
 
 def sizes(hidden: int) -> Workload:
-    """The two sizes of the tables; ``batch`` is that of a microbatch."""
+    """Return the two sizes of the tables; ``batch`` is that of a microbatch."""
     if hidden >= 512:
         return Workload(hidden=hidden, layers=8, heads=8, tokens=128, batch=2)
     return Workload(hidden=hidden, layers=8, heads=4, tokens=64, batch=2)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -22,7 +24,7 @@ from colossus.schedule.executor import StepTotals
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run: ``workload.batch`` samples in so many microbatches, through so many stages."""
+    """A run of ``workload.batch`` samples in so many microbatches, through so many stages."""
 
     workload: Workload
     stages: int
@@ -41,22 +43,22 @@ class Run(ABC):
 
     @abstractmethod
     def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses on the rank of the last stage.
+        """Run forward and backward of all microbatches; return the sum of their losses on the rank of the last stage.
 
         Gradients start from nothing, and are sums, too.
         """
 
     @abstractmethod
     def step(self, ids: Tensor, labels: Tensor) -> tuple[float, float]:
-        """One optimizer step. The global mean loss, and the gradient norm before clipping."""
+        """Run an optimizer step; return the global mean loss and the gradient norm before clipping."""
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank, by their names in the chain."""
+        """Return the parameters of this rank by their names in the chain."""
 
 
 class Loop(Run):
-    """What a careful user writes around the passes: clipping by the global norm, fused AdamW, one small all-reduce."""
+    """The loop of a careful user around the passes: clipping by the global norm, fused AdamW, one small all-reduce."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -149,13 +151,13 @@ def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def engine_passes(engine: Engine, batch: Any) -> StepTotals:
-    """`Engine.train_step` up to where all gradients are there."""
+    """Run `Engine.train_step` up to where all gradients are there."""
     return engine.accumulate_gradients(engine.inputs.split(batch, engine.config.schedule.microbatches))
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to build a case.
+    """A case and how it is built.
 
     Attributes:
         is_pipelined: whether it runs on one rank for each stage, rather than on one.
@@ -183,3 +185,41 @@ CASES = {
         Case("colossus-zb-h1", Ours, ("zb-h1",)),
     )
 }
+
+#: name -> a parameter's gradient
+Gradients = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+
+class Worker:
+    """A case on one rank, for a `RankGroup`."""
+
+    def __init__(self, case: Case, setup: Setup, rank: int) -> None:
+        self.run: Run = case.build(setup, rank)
+        self._batches = setup.workload.batches()
+        self._done = 0
+
+    def passes(self) -> tuple[float, Gradients]:
+        """Return the sum of losses (0 where another rank has it) and the gradients of the first batch."""
+        loss = self.run.passes(*self._batches[0]).item()
+        parameters = self.run.parameters().items()
+        return loss, {name: param.grad.numpy() for name, param in parameters if param.grad is not None}
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """Return loss and gradient norm of each step."""
+        return [self.run.step(*self._next()) for _ in range(count)]
+
+    def block(self, what: str, count: int) -> tuple[float, float]:
+        """Return the seconds of a ``passes`` or ``step``, and those of this processor.
+
+        The first is not timed: caches hold what another case left there.
+        """
+        call = getattr(self.run, what)
+        call(*self._next())
+        begin, busy = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            call(*self._next())
+        return (time.perf_counter() - begin) / count, (time.process_time() - busy) / count
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        self._done += 1
+        return self._batches[self._done % len(self._batches)]

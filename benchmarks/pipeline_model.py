@@ -11,7 +11,7 @@ from benchmarks.workload import Workload
 
 
 class Start(nn.Module):
-    """ids [batch, tokens] -> [batch, tokens, hidden]"""
+    """The first module, ids [batch, tokens] -> [batch, tokens, hidden]."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Start(nn.Module):
 
 
 class End(nn.Module):
-    """[batch, tokens, hidden] -> logits [batch, tokens, vocab]"""
+    """The last module, [batch, tokens, hidden] -> logits [batch, tokens, vocab]."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -35,19 +35,19 @@ class End(nn.Module):
 
 
 def chain(workload: Workload) -> nn.Sequential:
-    """Start, blocks, end; its values are drawn from torch's own generator."""
+    """Return start, blocks, end; their values are drawn from torch's own generator."""
     blocks = (Block(workload.hidden, workload.heads) for _ in range(workload.layers))
     return nn.Sequential(Start(workload), *blocks, End(workload))
 
 
 def filled_chain(workload: Workload) -> nn.Sequential:
-    """The chain with the values that all cases start from."""
+    """Return the chain with the values that all cases start from."""
     torch.manual_seed(workload.seed)
     return chain(workload)
 
 
 def split(layers: int, stages: int) -> list[int]:
-    """Modules of the chain on each stage: as many blocks on all, start and end beside them.
+    """Return the number of modules of the chain on each stage: as many blocks on all, start and end beside them.
 
     Raises:
         ValueError: when the blocks do not divide.
@@ -61,5 +61,5 @@ def split(layers: int, stages: int) -> list[int]:
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over all tokens."""
+    """Return the sum over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

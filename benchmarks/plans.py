@@ -1,4 +1,4 @@
-"""What the planner predicts of the train step of plans, beside what it takes here.
+"""The planner's predictions of the train step of plans, beside what it takes here.
 
     python -m benchmarks.plans
 
@@ -66,19 +66,19 @@ MOST_RANKS, RANKS_OF_GROUP = 8, 20
 DEVICES = 4
 
 
-def overrides_of(plan: str, given: Sequence[str]) -> list[str]:
-    return [*given, *plan_overrides(plan), *OWN]
+def overrides_of(plan: str, overrides: Sequence[str]) -> list[str]:
+    return [*overrides, *plan_overrides(plan), *OWN]
 
 
-def configs_of(plans: Sequence[str], given: Sequence[str]) -> dict[str, Config]:
-    return {plan: load_config(FILE, overrides_of(plan, given)) for plan in plans}
+def configs_of(plans: Sequence[str], overrides: Sequence[str]) -> dict[str, Config]:
+    return {plan: load_config(FILE, overrides_of(plan, overrides)) for plan in plans}
 
 
 # -- measured -------------------------------------------------------------------------------------------------
 
 
 def groups_of(configs: Mapping[str, Config]) -> list[list[str]]:
-    """Plans, but for the reference, whose ranks together are few."""
+    """Return groups of plans whose ranks together are few, without the reference."""
     groups: list[list[str]] = [[]]
     for plan, config in configs.items():
         if plan == REFERENCE:
@@ -90,12 +90,16 @@ def groups_of(configs: Mapping[str, Config]) -> list[list[str]]:
     return groups
 
 
-def time_plans(configs: Mapping[str, Config], given: Sequence[str], blocks: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step of each plan, block by block: over those of the reference in the block, times its median."""
+def time_plans(
+    configs: Mapping[str, Config], overrides: Sequence[str], blocks: int, steps: int
+) -> dict[str, list[float]]:
+    """Return seconds of a step of each plan by block: over those of the reference there, times its median."""
     over: dict[str, list[float]] = {}
     references: list[float] = []
     for group in groups_of(configs):
-        timed = {plan: TimedPlan(plan, FILE, overrides_of(plan, given), configs[plan]) for plan in (REFERENCE, *group)}
+        timed = {
+            plan: TimedPlan(plan, FILE, overrides_of(plan, overrides), configs[plan]) for plan in (REFERENCE, *group)
+        }
         with ExitStack() as stack:
             for plan in timed.values():
                 plan.start(stack, warmup=2)
@@ -115,19 +119,19 @@ def time_plans(configs: Mapping[str, Config], given: Sequence[str], blocks: int,
 
 
 def predict(configs: Mapping[str, Config], hardware: Measured) -> dict[str, float]:
-    """Seconds of a step."""
+    """Return the predicted seconds of a step of each plan."""
     estimator = Estimator(hardware)
     return {plan: estimator.estimate(config).seconds for plan, config in configs.items()}
 
 
-def choice(hardware: Measured, given: Sequence[str]) -> str:
-    """What ``colossus plan --devices 4`` has at the top, as the text of a plan."""
-    config = load_config(FILE, [*given, *OWN], DEVICES)
+def choice(hardware: Measured, overrides: Sequence[str]) -> str:
+    """Return the plan that ``colossus plan --devices 4`` has at the top, as its text."""
+    config = load_config(FILE, [*overrides, *OWN], DEVICES)
     return " ".join(search(config, hardware, devices=DEVICES, top=1).plans[0].overrides)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's, of numbers that are all different."""
+    """Return Spearman's correlation of numbers that are all different."""
     ranks = [[sorted(values).index(value) for value in values] for values in (one, other)]
     return statistics.correlation(*ranks)
 
@@ -165,17 +169,17 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help=f"for all plans of {FILE}, for example model.hidden_size=256")
     args = parser.parse_args()
     blocks, steps = (1, 1) if args.smoke else (args.blocks, args.steps)
-    given: list[str] = args.overrides
+    overrides: list[str] = args.overrides
     one_thread()
     if args.hardware is None:
         file = measure_ranks(2, "cpu", SMOKE) if args.smoke else measure_ranks(MOST_RANKS, "cpu", ON_CPU)
     else:
         file = MeasuredFile.model_validate_json(args.hardware.read_text())
     hardware = Measured(file)
-    plans = list(PLANS[:4]) if args.smoke else [*PLANS, choice(hardware, given)]
-    configs = configs_of(plans, given)
+    plans = list(PLANS[:4]) if args.smoke else [*PLANS, choice(hardware, overrides)]
+    configs = configs_of(plans, overrides)
     predicted = predict(configs, hardware)
-    measured = time_plans(configs, given, blocks, steps)
+    measured = time_plans(configs, overrides, blocks, steps)
     common.write_json(args.json, {"predicted": predicted, "measured": measured, "hardware": file.model_dump()})
     report(predicted, measured, {plan: world_size(config.parallel) for plan, config in configs.items()})
 

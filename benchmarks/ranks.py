@@ -28,6 +28,16 @@ class RankGroup(LocalRanks):
         self.name = name
         super().__init__(world, make, patience=timeout)
 
+    def slowest(self, method: str, *args: Any) -> float:
+        """Return the largest of what the ranks return, the seconds of the slowest."""
+        return max(self.call(method, *args))
+
+    def peak_of(self, method: str, *args: Any) -> int | None:
+        """Return the largest of the bytes that the ranks return, None where a rank knows none, and end the ranks."""
+        with self:
+            grown = self.call(method, *args)
+        return None if None in grown else max(grown)
+
     def _collect(self) -> list[Any]:
         try:
             return super()._collect()

@@ -37,18 +37,18 @@ class Mark:
 
 @dataclass
 class RankRun:
-    """What a rank has seen of a run: a mark for each step and, where there was an evaluation, its loss."""
+    """A run as one rank has seen it: a mark for each step and, where there was an evaluation, its loss."""
 
     marks: list[Mark] = field(default_factory=list)
     validation_loss: float | None = None
     parameters: int = 0
 
     def seconds_per_step(self, first: int, last: int) -> float:
-        """Of the steps behind step ``first`` up to step ``last`` (from 1)."""
+        """Return the seconds of a step, over those behind step ``first`` up to step ``last`` (from 1)."""
         return (self.marks[last - 1].time - self.marks[first - 1].time) / (last - first)
 
     def per_step(self, name: str, first: int, last: int) -> float:
-        """What was added to a number of `Mark` in each of these steps."""
+        """Return what each of these steps added to a number of `Mark`."""
         return (getattr(self.marks[last - 1], name) - getattr(self.marks[first - 1], name)) / (last - first)
 
 
@@ -67,7 +67,7 @@ class _Marks(Hook):
 
 
 def bytes_on_wire() -> int:
-    """What has left this process's host through its link so far."""
+    """Return the bytes that have left this process's host through its link so far."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
@@ -91,14 +91,14 @@ def train(config: Mapping[str, Any], on_step: Callable[[int], None] | None = Non
 
 
 def strategy_of(text: str) -> dict[str, Any]:
-    """``"sgp overlap=1"`` -> what ``parallel.strategy`` is."""
+    """Return the section ``parallel.strategy`` that a text such as ``"sgp overlap=1"`` means."""
     sections = apply_overrides({}, strategy_overrides(text))
     if len(sections) > 1:
         raise ValueError(f"{text!r}: only options of the strategy can be given here")
-    found = sections["parallel"]["strategy"]
-    return found if isinstance(found, dict) else dict(type=found)
+    strategy = sections["parallel"]["strategy"]
+    return strategy if isinstance(strategy, dict) else dict(type=strategy)
 
 
 def rate(runs: Sequence[RankRun], first: int, last: int) -> float:
-    """Steps per second of all replicas together."""
+    """Return the steps per second of all replicas together."""
     return sum(1.0 / run.seconds_per_step(first, last) for run in runs)

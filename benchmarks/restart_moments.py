@@ -31,7 +31,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """The launcher, which also writes down when it notices an end, when all ranks have gone and when it starts one."""
+    """Launch, and write down when an end is noticed, when all ranks have gone and when one is started."""
     from colossus.cli.main import main as colossus
     from colossus.launch import agent
 

@@ -1,5 +1,4 @@
-"""The run of `benchmarks.restarts`: two ranks of a GPT. Each writes down how far it has come, and rank 1 kills itself
-before step DEATH."""
+"""The run of `benchmarks.restarts`: two ranks of a GPT note their progress; rank 1 kills itself before step DEATH."""
 
 import os
 import signal

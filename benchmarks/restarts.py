@@ -1,5 +1,4 @@
-"""What a failure costs a run that is restarted: seconds from a rank's death to the end of the next step; and what a
-step pays for the checkpoints in memory that make it cheap.
+"""Restarts: seconds from a rank's death to the end of the next step, and the price of checkpoints in memory.
 
     python -m benchmarks.restarts                        # both tables
     python -m benchmarks.restarts --only cost --hidden 512
@@ -71,10 +70,15 @@ def restart(hidden: int, saves: str, death: int) -> dict[str, float]:
         moments, out = Path(folder) / "moments", Path(folder) / "run"
         keys = [*SAVES[saves], f"model.hidden_size={hidden}", f"train.steps={death + 2}"]
         words = [sys.executable, "-m", "benchmarks.restart_moments", "launch", str(RUN), "--run-dir", str(out), *keys]
-        left = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        told = {restart_moments.FILE: str(moments), "DEATH": str(death), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        done = subprocess.run(words, cwd=folder, env=left | told, capture_output=True, text=True)
+        variables = {
+            restart_moments.FILE: str(moments),
+            "DEATH": str(death),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": paths,
+        }
+        done = subprocess.run(words, cwd=folder, env=environ | variables, capture_output=True, text=True)
         rows = (out / ROWS).read_text().splitlines() if (out / ROWS).exists() else []
         if done.returncode or len(rows) != 1:
             raise RuntimeError(
@@ -84,7 +88,7 @@ def restart(hidden: int, saves: str, death: int) -> dict[str, float]:
 
 
 def parts_of(moments: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each of `PARTS` behind the death, and of all."""
+    """Return the seconds of each of `PARTS` behind the death, and of all."""
     (died,) = (moment["time"] for moment in moments if moment["name"] == "death")
     parts, before = {}, died
     for part, name in PARTS.items():
@@ -96,21 +100,21 @@ def parts_of(moments: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def measure_restarts(hidden: int, blocks: int, kinds: Sequence[str], death: int) -> dict[str, list[dict[str, float]]]:
-    found: dict[str, list[dict[str, float]]] = {saves: [] for saves in kinds}
+    results: dict[str, list[dict[str, float]]] = {saves: [] for saves in kinds}
 
     def once(saves: str) -> float:
-        found[saves].append(restart(hidden, saves, death))
-        return found[saves][-1]["total"]
+        results[saves].append(restart(hidden, saves, death))
+        return results[saves][-1]["total"]
 
     common.alternate({saves: partial(once, saves) for saves in kinds}, blocks, label="restarts:")
     columns = ("redone", *PARTS, "total")
     rows = [
-        (saves, *(f"{Spread.of([each[column] for each in of_kind]).median:.2f}" for column in columns))
-        for saves, of_kind in found.items()
+        (saves, *(f"{Spread.of([parts[column] for parts in of_kind]).median:.2f}" for column in columns))
+        for saves, of_kind in results.items()
     ]
     title = f"seconds from a death to the end of the next step, hidden {hidden}, {WORLD} ranks; median of {blocks} runs"
     common.print_table(title, ("saves", "steps redone", *columns[1:]), rows)
-    return found
+    return results
 
 
 # -- what a step pays -----------------------------------------------------------------------------------------
@@ -122,12 +126,12 @@ class Saving:
     def __init__(self, workload: Workload, rank: int) -> None:
         from benchmarks.peers.ours import ColossusCase
 
-        self.case = ColossusCase(workload, rank, WORLD, data=WORLD, checkpoint={"memory_every": EVERY})
+        self.case = ColossusCase(workload, rank, WORLD, parallel={"data": WORLD}, checkpoint={"memory_every": EVERY})
         for index in range(EVERY - 1):  # the next step is one behind which a save is due
             self.case.run(index)
 
     def block(self, is_saving: bool) -> float:
-        """Seconds per step."""
+        """Return the seconds of a step."""
         checkpoints = self.case.engine.checkpoints
         begin = time.perf_counter()
         for index in range(EVERY):
@@ -138,7 +142,7 @@ class Saving:
         return (time.perf_counter() - begin) / EVERY
 
     def saved(self) -> list[int]:
-        """Steps whose checkpoints are whole in memory."""
+        """Return the steps whose checkpoints are whole in memory."""
         from colossus.checkpoint import folder
 
         return sorted(folder.named(Path(os.environ[folder.MEMORY])).values())
@@ -148,7 +152,7 @@ class Saving:
 
 
 def measure_cost(workload: Workload, blocks: int) -> dict[str, list[float]]:
-    """Seconds per step with and without, and without again.
+    """Return the seconds of a step with and without, and without again.
 
     Raises:
         RuntimeError: when a block has saved nothing, or one without has.
@@ -181,18 +185,9 @@ def measure_cost(workload: Workload, blocks: int) -> dict[str, list[float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.make_parser(__doc__, blocks=5)
     parser.add_argument("--only", choices=("restarts", "cost"), help="one of the two tables")
-    parser.add_argument(
-        "--saves",
-        nargs="+",
-        choices=list(SAVES),
-        default=list(SAVES),
-        metavar="SAVES",
-        help=f"of runs that are restarted, from: {', '.join(SAVES)}",
-    )
+    parser.add_argument("--saves", nargs="+", choices=list(SAVES), default=list(SAVES), help="of restarted runs")
     parser.add_argument("--run-hidden", type=int, default=64, help="hidden size of these (default %(default)s)")
-    parser.add_argument(
-        "--hidden", type=int, default=512, help="of the GPT whose steps are timed (default %(default)s)"
-    )
+    parser.add_argument("--hidden", type=int, default=512, help="of the GPT that is timed (default %(default)s)")
     arguments = parser.parse_args(argv)
     blocks, hidden, death, kinds = arguments.blocks, arguments.run_hidden, DEATH, arguments.saves
     workload = train_step.sizes(arguments.hidden)

@@ -23,7 +23,7 @@ MB = 1e6
 
 
 def ring_and_ulysses(mode: str, world: int) -> dict[str, int]:
-    """Number of ring and of Ulysses ranks, as arguments of `attention_traffic`."""
+    """Return the numbers of ring and of Ulysses ranks, as arguments of `attention_traffic`."""
     if mode == "hybrid":
         from colossus.sequence_parallel.modes import Hybrid
 
@@ -32,7 +32,7 @@ def ring_and_ulysses(mode: str, world: int) -> dict[str, int]:
 
 
 def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[dict[str, Any]]:
-    """Every mode beside one process, in alternating blocks."""
+    """Measure every mode beside one process, in alternating blocks."""
     reference = RankGroup("one process", 1, partial(_case, shape, "ring", 1))
     groups = {(mode, n): RankGroup(f"{mode} x {n}", n, partial(_case, shape, mode, n)) for mode, n in modes}
     try:
@@ -67,18 +67,18 @@ def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[d
 
 
 def memory_of(shape_of: Any, mode: str, counts: list[int]) -> dict[int, list[int]]:
-    """Peak bytes on top of what is held, per rank, at a fixed number of tokens on each rank."""
-    found = {}
+    """Return peak bytes on top of those between steps, per rank, at a fixed number of tokens on each rank."""
+    peaks = {}
     for n in counts:
         progress(f"memory, {mode} x {n}")
         with RankGroup(f"{mode} x {n}", n, partial(_case, shape_of(n), mode, n)) as group:
-            found[n] = group.call("peak")
+            peaks[n] = group.call("peak")
     progress("")
-    return found
+    return peaks
 
 
 def train(tokens: int, hidden: int, num_layers: int, ranks: int, steps: int) -> dict[str, Any]:
-    """The same GPT on the same long sequence, in one process and over ranks."""
+    """Train the same GPT on the same long sequence, in one process and over ranks."""
     out: dict[str, Any] = {"tokens": tokens, "ranks": ranks}
     for n in (1, ranks):
         progress(f"training on {tokens} tokens, {n} process(es)")
@@ -143,7 +143,7 @@ def main() -> None:
     print_table(
         f"peak memory of forward and backward on top of inputs, ring, {args.local} tokens on each rank",
         ["ranks", "MB, largest rank"],
-        [[n, f"{max(found) / MB:.1f}"] for n, found in peaks.items()],
+        [[n, f"{max(of_ranks) / MB:.1f}"] for n, of_ranks in peaks.items()],
     )
     long = train(args.train, *((32, 1) if args.smoke else (128, 2)), 4 if args.smoke else 8, 1)
     one, many = long["x1"], long[f"x{long['ranks']}"]
@@ -152,9 +152,9 @@ def main() -> None:
         f"training a GPT on one sequence of {args.train} tokens",
         ["", "MB at the peak of a step", "seconds of a step", "losses"],
         [
-            [name, f"{max(found['peaks']) / MB:.0f}", f"{found['seconds']:.1f}",
-             " ".join(f"{loss:.5f}" for loss in found["losses"])]
-            for name, found in (("one process", one), (f"each of {long['ranks']} ranks", many))
+            [name, f"{max(run['peaks']) / MB:.0f}", f"{run['seconds']:.1f}",
+             " ".join(f"{loss:.5f}" for loss in run["losses"])]
+            for name, run in (("one process", one), (f"each of {long['ranks']} ranks", many))
         ],
     )  # fmt: skip
     print(f"\n  one process needs {ratio:.1f} times the memory of a rank")

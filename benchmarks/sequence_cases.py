@@ -1,4 +1,4 @@
-"""What the sequence benchmark runs on each rank: one attention over a split sequence, and one train step of a GPT."""
+"""A rank of the sequence benchmark: one attention over a split sequence, and one train step of a GPT."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one forward and backward on one rank: elements sent, and scores computed (forward, all heads)."""
+    """Elements that one rank sends in forward and backward, and scores that it computes (forward, all heads)."""
 
     forward: float
     backward: float
@@ -84,14 +84,14 @@ class AttentionCase:
         return 0.0, 0.0
 
     def result(self) -> list[Any]:
-        """Output and gradients as arrays."""
+        """Return output and gradients as arrays."""
         self.q.grad = self.k.grad = self.v.grad = None
         out = self.forward()
         out.backward(self.gradient)
         return [x.detach().cpu().numpy() for x in (out, self.q.grad, self.k.grad, self.v.grad)]
 
     def gap(self, whole: list[Any]) -> float:
-        """Largest difference from one process's output and gradients, relative to the largest value of each."""
+        """Return the largest difference from one process's output and gradients, over the largest value of each."""
         gaps = []
         for mine, other in zip(self.result(), whole, strict=True):
             wanted = torch.from_numpy(other)
@@ -120,7 +120,7 @@ class AttentionCase:
         return Counted(there.bytes() / size, back.bytes() / size, scores)
 
     def times(self, count: int) -> tuple[float, float]:
-        """Seconds per forward and backward: processor time of this process, and wall time."""
+        """Return seconds per forward and backward: processor time of this process, and wall time."""
         self.step()
         began, used = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -128,21 +128,21 @@ class AttentionCase:
         return (time.process_time() - used) / count, (time.perf_counter() - began) / count
 
     def block(self, count: int) -> float:
-        """Seconds per forward and backward, by the clock."""
+        """Return seconds per forward and backward, by the clock."""
         return seconds_per_call(self.step, torch.device(self.shape.device), count)
 
     def peak(self) -> int:
-        """Bytes that a forward and backward needs on top of what is held between them."""
+        """Return the bytes that a forward and backward needs on top of those between them."""
         self.step()
         return memory.allocated_peak(self.step)
 
     def close(self) -> None:
-        """Its groups are destroyed; others may be made then."""
+        """Destroy its groups; others may be made then."""
         self.context.close()
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> int:
-    """Entries of the score matrix that a causal or a whole block computes, over all heads."""
+    """Return the entries of the score matrix that a causal or a whole block computes, over all heads."""
     batch, heads, rows, columns = *q.shape[:3], k.shape[-2]
     return batch * heads * (rows * (rows + 1) // 2 if causal else rows * columns)
 
@@ -170,10 +170,10 @@ class TrainWorker:
         self.losses.append(self.engine.train_step({"inputs": ids[:, :-1], "labels": ids[:, 1:]}).loss)
 
     def train(self, steps: int) -> tuple[list[float], int, float]:
-        """Losses, bytes of tensors at the peak of a step, and seconds of a step."""
+        """Return losses, bytes of tensors at the peak of a step, and seconds of a step."""
         self.step(0)
-        held = memory.live_bytes()
-        peak = held + memory.allocated_peak(lambda: self.step(1))
+        before = memory.live_bytes()
+        peak = before + memory.allocated_peak(lambda: self.step(1))
         began = time.perf_counter()
         for index in range(steps):
             self.step(2 + index)

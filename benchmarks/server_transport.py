@@ -1,4 +1,4 @@
-"""How fast tensors go to a parameter server and back, beside gloo's send and receive.
+"""Speed of tensors that go to a parameter server and back, beside gloo's send and receive.
 
     python -m benchmarks.server_transport [--megabytes 0.0625 1 16 64] [--seconds 0.5]
 
@@ -10,32 +10,26 @@ and out of it). Gloo: the same bytes there, and one number back. Round trips: ca
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__" and not __package__:  # as a file, in place of a module
-    sys.path[0] = str(ROOT)
+import torch
+from torch import distributed as dist
 
-import torch  # noqa: E402
-from torch import distributed as dist  # noqa: E402
-
-from colossus.context.local_ranks import run_local_ranks  # noqa: E402
-from colossus.server.client import Servers  # noqa: E402
-from colossus.server.process import new_token, start_servers  # noqa: E402
-from colossus.server.rpc_client import RpcClient  # noqa: E402
+from benchmarks import common
+from colossus.context.local_ranks import run_local_ranks
+from colossus.server.client import Servers
+from colossus.server.process import new_token, start_servers
+from colossus.server.rpc_client import RpcClient
 
 _UNDER_WAY = 64
 
 
 def repeated(seconds: float, action: Callable[[], object]) -> float:
-    """Seconds of one, the best of three rounds."""
+    """Return the seconds of one, the best of three rounds."""
     action()
     best = float("inf")
     for _ in range(3):
@@ -104,31 +98,27 @@ def gloo(megabytes: list[float], seconds: float) -> dict[str, Any]:
     return run_local_ranks(2, body)[0]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = common.make_parser(__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0625, 1.0, 16.0, 64.0])
     parser.add_argument("--seconds", type=float, default=0.6, help="of each measurement")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    sizes, seconds = ([0.0625], 0.01) if arguments.smoke else (arguments.megabytes, arguments.seconds)
     torch.set_num_threads(1)
-    results = {"gloo": gloo(given.megabytes, given.seconds)}
+    results = {"gloo": gloo(sizes, seconds)}
     token = new_token()
-    with start_servers(1, token)[0] as server:
-        results["server"] = measure(RpcClient(server.endpoint, token, 0), given.megabytes, given.seconds)
-    if given.json:
-        print(json.dumps(results))
-        return 0
-    sizes = [f"{size:g} MiB" for size in given.megabytes]
-    print("GB/s             " + "".join(f"{size:>11}" for size in sizes) + "   round trips/s   calls/s")
-    for name, rates in results.items():
-        for way in ("push", "pull"):
-            if way in rates:
-                row = "".join(f"{rate:11.2f}" for rate in rates[way].values())
-                trips = f"{rates['round trips/s']:16.0f}" if way == "push" else ""
-                calls = f"{rates['calls/s']:10.0f}" if way == "push" and "calls/s" in rates else ""
-                print(f"{name + ', ' + way:<20}{row[3:]}{trips}{calls}")
+    with closing(start_servers(1, token)[0]) as server:
+        results["server"] = measure(RpcClient(server.endpoint, token, 0), sizes, seconds)
+    rows = [
+        (f"{name}, {way}", *(f"{rate:.2f}" for rate in rates[way].values()),
+         *(f"{rates[key]:.0f}" if way == "push" and key in rates else "" for key in ("round trips/s", "calls/s")))
+        for name, rates in results.items() for way in ("push", "pull") if way in rates
+    ]  # fmt: skip
+    header = ("GB/s", *(f"{size:g} MiB" for size in sizes), "round trips/s", "calls/s")
+    common.print_table("a parameter server beside gloo", header, rows)
+    common.write_json(arguments.json, results)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

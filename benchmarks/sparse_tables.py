@@ -32,13 +32,13 @@ from torch import distributed as dist
 
 import colossus
 from benchmarks import common
-from benchmarks.host_ranks import run_on_hosts
+from benchmarks.host_ranks import machine_words, measure_each, run_on_hosts
 from benchmarks.hosts import USAGE, make_hosts
 from benchmarks.peers.words_ddp import WordsDDP
 from benchmarks.replica_runs import bytes_on_wire
 from colossus.comm import accounting
 from colossus.config import ConfigError, load_config
-from colossus.context.local_ranks import RanksFailed, run_local_ranks
+from colossus.context.local_ranks import run_local_ranks
 from colossus.data.make_loaders import loaders_of
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # as it is by default; torch warns where nobody has said so
@@ -57,12 +57,12 @@ _WARM_UP = 2
 
 @dataclass
 class RankResult:
-    """What one rank has seen of a method."""
+    """A method as one rank has seen it."""
 
     seconds: list[float]
     counted: float
     wire: float
-    held_bytes: int
+    table_bytes: int
     losses: list[float]
 
 
@@ -76,12 +76,12 @@ class Row:
     seconds: float
     counted: float | None
     wire: float
-    held: float
+    table_mb: float
     loss: float
 
 
 def config_of(arguments: argparse.Namespace, vocabulary: int, world: int) -> dict[str, Any]:
-    """All but the strategy."""
+    """Return the config without its strategy."""
     model = dict(
         type="WordsLM", hidden_size=arguments.width, vocab_size=vocabulary, pairs=arguments.pairs,
         seq_len=arguments.seq_len, num_samples=arguments.samples, trunk="lstm",
@@ -103,15 +103,15 @@ def measure(run: Callable[..., list[Any]], config: dict[str, Any], method: str, 
     body = partial(_ddp, config, kind) if isinstance(kind, bool) else partial(_ours, config, kind)
     results: list[RankResult] = run(body)
     seconds = statistics.median(results[0].seconds)
-    counted = None if isinstance(kind, bool) else statistics.mean(each.counted for each in results) / 1e6
+    counted = None if isinstance(kind, bool) else statistics.mean(of_rank.counted for of_rank in results) / 1e6
     return Row(
         method,
         config["model"]["vocab_size"],
         words / seconds,
         seconds,
         counted,
-        max(each.wire for each in results) / 1e6,
-        max(each.held_bytes for each in results) / 1e6,
+        max(of_rank.wire for of_rank in results) / 1e6,
+        max(of_rank.table_bytes for of_rank in results) / 1e6,
         results[0].losses[-1],
     )
 
@@ -120,10 +120,12 @@ def _ours(config: dict[str, Any], strategy: dict[str, Any], rank: int) -> RankRe
     parallel = {**config["parallel"], "strategy": strategy}
     engine = colossus.initialize({**config, "parallel": parallel})
     with accounting.count() as counter:
-        result = _steps(engine.loader, lambda batch: engine.train_step(batch).loss, counter.bytes)
+        result = _steps(
+            config["train"]["steps"], engine.loader, lambda batch: engine.train_step(batch).loss, counter.bytes
+        )
     tables = [table.param for table in engine.strategy.tables or ()]
-    held = [each for table in tables for each in (table, *engine.optimizer.state[table].values())]
-    result.held_bytes = sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
+    tensors = [x for table in tables for x in (table, *engine.optimizer.state[table].values())]
+    result.table_bytes = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
     engine.close()
     return result
 
@@ -135,36 +137,32 @@ def _ddp(config: dict[str, Any], sparse: bool, rank: int) -> RankResult:
     loaded = load_config(config, nproc=world)
     loaders = loaders_of(loaded, loaded.data, data_rank=rank, data_size=world, device="cpu")
     peer = WordsDDP(config["model"], config["optimizer"], sparse=sparse)
-    result = _steps(loaders.train, peer.step, lambda: 0.0)
-    result.held_bytes = peer.held_bytes
+    result = _steps(config["train"]["steps"], loaders.train, peer.step, lambda: 0.0)
+    result.table_bytes = peer.table_bytes
     return result
 
 
-def _steps(loader: Any, step: Callable[[Any], float], counted: Callable[[], float]) -> RankResult:
-    """As many as the loader has been told; those of the warm-up are not timed."""
+def _steps(steps: int, loader: Any, step: Callable[[Any], float], counted: Callable[[], float]) -> RankResult:
+    """Run steps on the batches of a loader; those of the warm-up are not timed."""
     result = RankResult([], 0.0, 0.0, 0, [])
     before, wire = 0.0, 0
     batches = iter(loader)
-    for number in range(_WARM_UP + _timed_steps):
+    for number in range(steps):
         if number == _WARM_UP:
             before, wire = counted(), bytes_on_wire()
         began = time.monotonic()
         result.losses.append(step(next(batches)))
         if number >= _WARM_UP:
             result.seconds.append(time.monotonic() - began)
-    result.counted = (counted() - before) / _timed_steps
-    result.wire = (bytes_on_wire() - wire) / _timed_steps
+    result.counted = (counted() - before) / (steps - _WARM_UP)
+    result.wire = (bytes_on_wire() - wire) / (steps - _WARM_UP)
     return result
-
-
-#: set by `main`, before ranks are forked
-_timed_steps = 0
 
 
 def report(rows: Sequence[Row], title: str) -> None:
     cells = []
     for row in rows:
-        peers = {each.method: each.words_per_second for each in rows if each.vocabulary == row.vocabulary}
+        peers = {peer.method: peer.words_per_second for peer in rows if peer.vocabulary == row.vocabulary}
 
         def ratio(name: str, row: Row = row, peers: dict[str, float] = peers) -> str:
             return f"{row.words_per_second / peers[name]:.2f}" if name in peers else ""
@@ -180,7 +178,7 @@ def report(rows: Sequence[Row], title: str) -> None:
                 ratio("DDP, sparse=True"),
                 "" if row.counted is None else f"{row.counted:.2f}",
                 f"{row.wire:.2f}" if row.wire else "",
-                f"{row.held:.1f}",
+                f"{row.table_mb:.1f}",
                 f"{row.loss:.5f}",
             )
         )
@@ -192,8 +190,7 @@ def report(rows: Sequence[Row], title: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    global _timed_steps
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="of this host (default %(default)s)")
     parser.add_argument("--hosts", type=int, default=0, help="one rank on each of so many shaped hosts instead")
     parser.add_argument("--rate", default="1gbit", help="of each host's link and direction (default %(default)s)")
@@ -206,8 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="that are timed (default %(default)s)")
     parser.add_argument("--max-bytes", type=int, default=None, help="of the text that is read (default: all)")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--json", type=common.Path, metavar="FILE", help="write all numbers to a file as well")
-    parser.add_argument("--smoke", action="store_true", help="small tables: does it run?")
     arguments = parser.parse_args(argv)
     world = arguments.hosts or arguments.ranks
     if world < 2 or arguments.steps < 1:
@@ -215,24 +210,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         arguments.vocabulary, arguments.pairs, arguments.width = [3000], 512, 16
         arguments.samples, arguments.rows, arguments.steps, arguments.max_bytes = 32, 2, 2, 200_000
-    _timed_steps = arguments.steps
     words = arguments.rows * arguments.seq_len * world
-    rows: list[Row] = []
-    began = time.monotonic()
-    failed = False
+    began, rows, failed = time.monotonic(), list[Row](), False
 
     def run_all(run: Callable[..., list[Any]]) -> None:
         nonlocal failed
         for vocabulary in arguments.vocabulary:
             config = config_of(arguments, vocabulary, world)
             load_config(config, nproc=world)
-            for method in arguments.methods:
-                common.progress(f"{time.monotonic() - began:4.0f} s  {vocabulary:,} rows, {method}")
-                try:
-                    rows.append(measure(run, config, method, words))
-                except RanksFailed as error:  # the others are measured
-                    failed = True
-                    print(f"sparse_tables: {method}: {error}", file=sys.stderr)
+            measured, some_failed = measure_each(
+                "sparse_tables", arguments.methods, lambda method, config=config: measure(run, config, method, words)
+            )
+            rows.extend(measured)
+            failed |= some_failed
 
     try:
         if arguments.hosts:
@@ -245,10 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     if not rows:
         return 1
-    common.progress("")
     where = f"{world} hosts, {arguments.rate} per link" if arguments.hosts else f"{world} ranks on one host"
     report(rows, f"{where}, width {arguments.width}, {words:,} words a step, {arguments.samples} negatives")
-    print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(machine_words(began))
     common.write_json(arguments.json, {"where": where, "rows": [asdict(row) for row in rows]})
     return int(failed)
 

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, beside an interpreter that does nothing and one that imports torch.
+"""Seconds until the command line answers, beside an interpreter that does nothing and one that imports torch.
 
     python -m benchmarks.startup
 
@@ -33,7 +33,7 @@ class Command:
     code: int = 0
 
     def seconds(self) -> float:
-        """Wall time of one run.
+        """Return the wall time of one run.
 
         Raises:
             RuntimeError: when it ends with another exit code: then it did not do what is measured.
@@ -49,12 +49,12 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what a launcher sets."""
+    """Return the environment without what a launcher sets."""
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 def commands(folder: Path) -> dict[str, Command]:
-    """What is timed; a config with a misspelt key is written to ``folder``."""
+    """Return the commands that are timed; a config with a misspelt key is written to ``folder``."""
     wrong = folder / "wrong.py"
     wrong.write_text(CONFIG.read_text() + "train = dict(step=1)\n")
     cli = ("-m", "colossus")

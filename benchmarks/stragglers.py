@@ -11,8 +11,6 @@ waiting counts: a replica's step ends when its compute has, and the messages tha
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import sys
 import time
@@ -21,44 +19,26 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common, ranks  # noqa: F401  ranks: one thread before the first operation
+from benchmarks.host_ranks import machine_words
 from benchmarks.replica_runs import RankRun, strategy_of, train
 from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import run_local_ranks
 from colossus.graphs.graph import make_graph
 
 STRATEGIES = (
-    "all_reduce",
-    "sgp",
-    "sgp overlap=1",
-    "sgp overlap=2",
-    "sgp overlap=4",
-    "ad-psgd",
-    "server",
-    "server mode=async",
+    "all_reduce", "sgp", *(f"sgp overlap={steps}" for steps in (1, 2, 4)), "ad-psgd", "server", "server mode=async",
     "server mode=async max_staleness=4",
-)
+)  # fmt: skip
 SLOW_REPLICA = 1
 _WARM_UP = 2
 
 
-def nobody(step: int, replicas: int) -> int | None:
-    return None
-
-
-def always_the_same(step: int, replicas: int) -> int | None:
-    return SLOW_REPLICA
-
-
-def another_each_step(step: int, replicas: int) -> int | None:
-    return random.Random(step).randrange(replicas)
-
-
+#: kind of run -> the replica that is slow in a step
 KINDS: dict[str, Callable[[int, int], int | None]] = {
-    "nobody": nobody,
-    "always the same": always_the_same,
-    "another each step": another_each_step,
+    "nobody": lambda step, replicas: None,
+    "always the same": lambda step, replicas: SLOW_REPLICA,
+    "another each step": lambda step, replicas: random.Random(step).randrange(replicas),
 }
-"""Kind of run -> which replica is slow in a step."""
 
 
 def config(strategy: str, replicas: int, steps: int) -> dict[str, Any]:
@@ -75,12 +55,12 @@ def config(strategy: str, replicas: int, steps: int) -> dict[str, Any]:
 
 
 def sleeps(kind: str, replica: int, replicas: int, steps: range, base: float, factor: float) -> list[float]:
-    """Seconds of compute of a replica in each of these steps (from 0)."""
+    """Return the seconds of compute of a replica in each of these steps (from 0)."""
     return [base * (factor if KINDS[kind](step, replicas) == replica else 1.0) for step in steps]
 
 
 def seconds_per_step(strategy: str, kind: str, replicas: int, steps: int, base: float, factor: float) -> list[float]:
-    """Of each replica, behind the first steps and before the last, after which all wait for each other."""
+    """Return those of each replica, behind the first steps and before the last, after which all wait for each other."""
     total = _WARM_UP + steps + 1
 
     def body(rank: int) -> RankRun:
@@ -91,8 +71,8 @@ def seconds_per_step(strategy: str, kind: str, replicas: int, steps: int, base: 
     return [run.seconds_per_step(_WARM_UP, _WARM_UP + steps) for run in runs]
 
 
-def kept(measured: Sequence[float], kind: str, steps: int, overhead: float, base: float, factor: float) -> float:
-    """Speed of the replicas that are not always slow, over what it would be if they waited for nobody; their mean."""
+def share_kept(measured: Sequence[float], kind: str, steps: int, overhead: float, base: float, factor: float) -> float:
+    """Return the speed of the replicas that are not always slow, over that if they waited for nobody; their mean."""
     replicas, shares = len(measured), []
     for replica, seconds in enumerate(measured):
         if kind == "always the same" and replica == SLOW_REPLICA:
@@ -103,15 +83,15 @@ def kept(measured: Sequence[float], kind: str, steps: int, overhead: float, base
 
 
 def predicted(strategy: str, kind: str, replicas: int, steps: int, factor: float) -> float | None:
-    """`kept` of a model without overhead, in which messages travel in no time; None for what it does not cover."""
-    found = strategy_of(strategy)
-    if found["type"] == "server" and found.get("mode") == "async":
-        return 1.0 if found.get("max_staleness") is None else None
-    if found["type"] in ("all_reduce", "server"):
+    """Return `share_kept` of a model in which messages travel in no time; None for what it does not cover."""
+    options = strategy_of(strategy)
+    if options["type"] == "server" and options.get("mode") == "async":
+        return 1.0 if options.get("max_staleness") is None else None
+    if options["type"] in ("all_reduce", "server"):
         graph, overlap = make_graph("complete", replicas, replicas - 1), 0
-    elif found["type"] == "sgp":
-        graph = make_graph(found.get("graph", "exponential"), replicas, found.get("peers", 1))
-        overlap = found.get("overlap", 0)
+    elif options["type"] == "sgp":
+        graph = make_graph(options.get("graph", "exponential"), replicas, options.get("peers", 1))
+        overlap = options.get("overlap", 0)
     else:
         return None
     total = _WARM_UP + steps
@@ -123,18 +103,18 @@ def predicted(strategy: str, kind: str, replicas: int, steps: int, factor: float
         awaited = [graph.at(sent).sources(replica) if sent >= 0 else [] for replica in range(replicas)]
         due = [[computed[sent][source] for source in sources] for sources in awaited]
         ends.append([max([computed[-1][replica], *due[replica]]) for replica in range(replicas)])
-    return kept([(ends[-1][i] - ends[_WARM_UP][i]) / steps for i in range(replicas)], kind, steps, 0.0, 1.0, factor)
+    return share_kept(
+        [(ends[-1][i] - ends[_WARM_UP][i]) / steps for i in range(replicas)], kind, steps, 0.0, 1.0, factor
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--steps", type=int, default=48, help="timed in each run (default %(default)s)")
     parser.add_argument("--base", type=float, default=0.1, help="seconds of a step's compute (default %(default)s)")
     parser.add_argument("--factor", type=float, default=3.0, help="of who is slow (default %(default)s)")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), metavar="'NAME KEY=VALUE'")
-    parser.add_argument("--json", type=common.Path, metavar="FILE", help="write all numbers to a file as well")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds: does it run?")
     arguments = parser.parse_args(argv)
     if arguments.replicas < 2 or arguments.steps < 1:
         parser.error("there are at least two replicas, and one step is timed")
@@ -158,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, shares = [], {}
     for strategy, of_kind in measured.items():
         overhead = sum(of_kind["nobody"]) / arguments.replicas - arguments.base
-        share_of = partial(kept, steps=arguments.steps, overhead=overhead, base=arguments.base, factor=arguments.factor)
+        share_of = partial(
+            share_kept, steps=arguments.steps, overhead=overhead, base=arguments.base, factor=arguments.factor
+        )
         shares[strategy] = {kind: share_of(of_kind[kind], kind) for kind in KINDS if kind != "nobody"}
         cells = []
         for kind, share in shares[strategy].items():
@@ -168,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{arguments.replicas} replicas, {arguments.base:g} s of compute a step, {arguments.factor:g}x when slow"
     named = [name for kind in KINDS if kind != "nobody" for name in (kind, "predicted")]
     common.print_table(title, ("strategy", "ms beside it", *named), rows)
-    print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    common.write_json(arguments.json, {"seconds_per_step": measured, "speed_kept": shares})
+    print(machine_words(began))
+    common.write_json(arguments.json, {"seconds_per_step": measured, "share_kept": shares})
     return 0
 
 

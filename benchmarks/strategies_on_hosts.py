@@ -14,9 +14,7 @@ steps as it makes in that time, and the average of the replicas is evaluated.
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,24 +23,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common
-from benchmarks.host_ranks import run_on_hosts
+from benchmarks.host_ranks import machine_words, measure_each, run_on_hosts
 from benchmarks.hosts import USAGE, Host, make_hosts
 from benchmarks.replica_runs import RankRun, rate, strategy_of, train
 from colossus.config import ConfigError, load_config
-from colossus.context.local_ranks import RanksFailed
 
 STRATEGIES = (
-    "all_reduce",
-    "all_reduce compress=bf16",
-    "all_reduce compress=powersgd start_step=1",
-    "sgp",
-    "sgp overlap=1",
-    "d-psgd",
-    "ad-psgd",
-    "local_sgd",
-    "slowmo",
-    "diloco",
-)
+    "all_reduce", "all_reduce compress=bf16", "all_reduce compress=powersgd start_step=1", "sgp", "sgp overlap=1",
+    "d-psgd", "ad-psgd", "local_sgd", "slowmo", "diloco",
+)  # fmt: skip
 SEQ_LEN, ROWS = 32, 2
 """Of a replica's batch."""
 
@@ -55,7 +44,7 @@ _WARM_UP = 1
 
 @dataclass
 class Row:
-    """What was measured of a strategy.
+    """A strategy and what was measured.
 
     Attributes:
         steps: of each replica, over which it was measured.
@@ -86,39 +75,35 @@ def config(strategy: str, replicas: int, steps: int, model: dict[str, Any], *, e
         data=dict(type="PythonStdlib"),
         optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.1),
         train=dict(
-            steps=steps,
-            global_batch_size=ROWS * replicas,
-            clip_grad_norm=1.0,
-            seed=0,
-            eval_every=steps if evaluates else 0,
-            eval_batches=8,
+            steps=steps, global_batch_size=ROWS * replicas, clip_grad_norm=1.0, seed=0,
+            eval_every=steps if evaluates else 0, eval_batches=8,
         ),
         checkpoint=dict(dir=None),
         comm=dict(timeout_seconds=300.0),
         device="cpu",
-    )
+    )  # fmt: skip
 
 
 def period(strategy: str) -> int:
-    """Steps of a round."""
-    found = strategy_of(strategy)
-    return int(found.get("period", _PERIODS.get(found["type"], 1)))
+    """Return the steps of a round."""
+    options = strategy_of(strategy)
+    return int(options.get("period", _PERIODS.get(options["type"], 1)))
 
 
 def _timed(strategy: str, steps: int) -> int:
-    """Whole rounds, of at least so many steps."""
+    """Return whole rounds of at least so many steps."""
     return math.ceil(steps / period(strategy)) * period(strategy)
 
 
 def expected_bytes(strategy: str, replicas: int, parameters: int) -> float | None:
-    """That a rank sends in a step by the algorithm, its scalars left out; None where it depends on the run."""
-    found = strategy_of(strategy)
+    """Return the bytes that a rank sends in a step, without scalars; None where they depend on the run."""
+    options = strategy_of(strategy)
     size, ring = 4.0 * parameters, 2.0 * (replicas - 1) / replicas
-    if found["type"] == "all_reduce":
-        return {None: ring * size, "bf16": ring * size / 2, "fp16": ring * size / 2}.get(found.get("compress"))
-    if found["type"] in ("sgp", "d-psgd"):
-        return float(found.get("peers", 1)) * size
-    if found["type"] in _PERIODS:
+    if options["type"] == "all_reduce":
+        return {None: ring * size, "bf16": ring * size / 2, "fp16": ring * size / 2}.get(options.get("compress"))
+    if options["type"] in ("sgp", "d-psgd"):
+        return float(options.get("peers", 1)) * size
+    if options["type"] in _PERIODS:
         return ring * size / period(strategy)
     return None
 
@@ -130,18 +115,18 @@ def measure(hosts: Sequence[Host], strategy: str, steps: int, model: dict[str, A
     plan = config(strategy, len(hosts), _WARM_UP + steps + 1, model, evaluates=False)
     runs: list[RankRun] = run_on_hosts(hosts, partial(_body, plan))
     first, last = _WARM_UP, _WARM_UP + steps
-    each = [run.seconds_per_step(first, last) for run in runs]
+    times = [run.seconds_per_step(first, last) for run in runs]
     tokens = ROWS * SEQ_LEN * rate(runs, first, last)
 
     def mean(name: str) -> float:
         return sum(run.per_step(name, first, last) for run in runs) / len(runs)
 
     row = Row(
-        strategy, steps, tokens, mean("counted") / 1e6, mean("wire") / 1e6, mean("waited"), max(each), min(each),
+        strategy, steps, tokens, mean("counted") / 1e6, mean("wire") / 1e6, mean("waited"), max(times), min(times),
         runs[0].parameters,
     )  # fmt: skip
     if seconds:
-        row.equal_time_steps = max(1, int(seconds * len(hosts) / sum(each)))
+        row.equal_time_steps = max(1, int(seconds * len(hosts) / sum(times)))
         plan = config(strategy, len(hosts), row.equal_time_steps, model, evaluates=True)
         row.equal_time_loss = run_on_hosts(hosts, partial(_body, plan))[0].validation_loss
     return row
@@ -179,50 +164,33 @@ def report(rows: Sequence[Row], replicas: int, rate_of_links: str, seconds: floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="100mbit", help="of each link and direction (default %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="at least so many are timed (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.0, help="of training, after which losses are compared")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), metavar="'NAME KEY=VALUE'")
-    parser.add_argument("--json", type=common.Path, metavar="FILE", help="write all numbers to a file as well")
-    parser.add_argument("--smoke", action="store_true", help="a small model: does it run?")
     arguments = parser.parse_args(argv)
     if arguments.hosts < 2 or arguments.steps < 1:
         parser.error("there are at least two hosts, and one step is timed")
     model = SMOKE_MODEL if arguments.smoke else MODEL
-    rows: list[Row] = []
     began = time.monotonic()
-    failed = False
     try:
         for strategy in arguments.strategies:
             steps = _timed(strategy, arguments.steps)
             load_config(config(strategy, arguments.hosts, _WARM_UP + steps + 1, model, evaluates=False))
         with make_hosts(arguments.hosts, arguments.rate) as hosts:
-            for strategy in arguments.strategies:
-                common.progress(f"{time.monotonic() - began:4.0f} s  {strategy}")
-                try:
-                    rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
-                except RanksFailed as error:  # the others are measured
-                    failed = True
-                    print(f"strategies_on_hosts: {strategy}: {error}", file=sys.stderr)
+            run = partial(measure, hosts, steps=arguments.steps, model=model, seconds=arguments.seconds)
+            rows, failed = measure_each("strategies_on_hosts", arguments.strategies, run)
     except (ConfigError, ValueError, RuntimeError, OSError) as error:
         print(f"strategies_on_hosts: {error}", file=sys.stderr)
         return USAGE
     if not rows:
         return 1
-    common.progress("")
     report(rows, arguments.hosts, arguments.rate, arguments.seconds)
-    print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    common.write_json(
-        arguments.json,
-        {
-            "hosts": arguments.hosts,
-            "rate": arguments.rate,
-            "seconds": arguments.seconds,
-            "rows": [asdict(row) for row in rows],
-        },
-    )
+    print(machine_words(began))
+    settings = {name: getattr(arguments, name) for name in ("hosts", "rate", "seconds")}
+    common.write_json(arguments.json, {**settings, "rows": [asdict(row) for row in rows]})
     return int(failed)
 
 

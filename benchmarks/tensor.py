@@ -3,7 +3,7 @@
     python -m benchmarks.tensor                                   # every mode on 2, 4 and 8 ranks
     python -m benchmarks.tensor --worlds 4                        # what 4 ranks can do
     python -m benchmarks.tensor --hidden 192 --heads 6 --worlds 6 # a rectangle of 2 x 3 needs sizes that divide by 6
-    python -m benchmarks.tensor --cases 1d-8 2d-2x2 3d-2x2x2-keep --plot modes.svg
+    python -m benchmarks.tensor --cases 1d-8 2d-2x2 3d-2x2x2-keep
 
 Before the clock starts each case must give the output, the gradient of the input and all gradients of parameters of the
 one-process block, and must send just what the formula of `colossus.tensor_parallel.traffic` says; else the run stops.
@@ -23,15 +23,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks import common, plot
+from benchmarks import common
 from benchmarks.common import Series
 from benchmarks.ranks import RankGroup
 from benchmarks.tensor_block import Counted
 from benchmarks.tensor_cases import CASES, DTENSOR, PLAIN, Case, block_traffic, gathers_weights, unfit_reason
-from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, draw, report
+from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, report
 from benchmarks.tensor_worker import Values, Worker
 from benchmarks.workload import Workload
 from colossus.comm.accounting import Traffic
@@ -51,10 +50,10 @@ def make_group(bench: Bench, label: str, case: Case) -> RankGroup:
 
 
 def check(label: str, gaps: Mapping[str, float]) -> None:
-    """That a case computes what the one-process block does.
+    """Raise RuntimeError unless a case computes what the one-process block does.
 
     Raises:
-        RuntimeError: naming what differs most.
+        RuntimeError: what differs most, and by how much.
     """
     worst = max(gaps, key=lambda what: gaps[what] if gaps[what] == gaps[what] else float("inf"))
     if not gaps[worst] <= TOLERANCE:
@@ -64,16 +63,16 @@ def check(label: str, gaps: Mapping[str, float]) -> None:
 
 
 def check_traffic(label: str, counted: Sequence[Counted], formula: Traffic) -> None:
-    """That what every rank has counted is what the formula says.
+    """Raise RuntimeError unless every rank has counted what the formula says.
 
     Raises:
-        RuntimeError: with both.
+        RuntimeError: both numbers.
     """
     said = formula.elements * ITEM
-    for rank, found in enumerate(counted):
-        if found.calls != formula.calls or abs(found.bytes - said) > 1e-9 * said:
+    for rank, sent in enumerate(counted):
+        if sent.calls != formula.calls or abs(sent.bytes - said) > 1e-9 * said:
             raise RuntimeError(
-                f"{label}: rank {rank} sent {found.bytes / MB:.6f} MB in {found.calls} calls, but the formula says "
+                f"{label}: rank {rank} sent {sent.bytes / MB:.6f} MB in {sent.calls} calls, but the formula says "
                 f"{said / MB:.6f} MB in {formula.calls}"
             )
 
@@ -90,7 +89,7 @@ def load(cases: Collection[Case]) -> None:
 
 
 def measure(bench: Bench, labels: Mapping[str, Case], *, with_memory: bool = True) -> dict[str, Result]:
-    """Label -> what was measured. Cases on as many ranks take turns with the one-process block, then the next do."""
+    """Return what was measured by label; cases on as many ranks take turns with the one-process block."""
     single = {label: case for label, case in labels.items() if case.world == 1}
     results: dict[str, Result] = {}
     for world in sorted({case.world for case in labels.values()} - {1}) or [1]:
@@ -115,9 +114,8 @@ def _take_turns(bench: Bench, labels: Mapping[str, Case], results: dict[str, Res
             common.progress(f"building {label}")
             group = groups[label] = stack.enter_context(make_group(bench, label, case))
             reference = reference or groups[PLAIN].call("reference")[0]
-            found = _prepare(bench, label, case, group, reference)
-            results.setdefault(label, found)
-        runners = {label: partial(_block, group, bench.steps) for label, group in groups.items()}
+            results.setdefault(label, _prepare(bench, label, case, group, reference))
+        runners = {label: partial(group.slowest, "block", bench.steps) for label, group in groups.items()}
         world = max(case.world for case in labels.values())
         series: Series = common.alternate(runners, bench.blocks, label=f"{world} ranks:")
     for label, seconds in series.items():
@@ -126,7 +124,7 @@ def _take_turns(bench: Bench, labels: Mapping[str, Case], results: dict[str, Res
 
 
 def _prepare(bench: Bench, label: str, case: Case, group: RankGroup, reference: Values) -> Result:
-    """Everything but times. Values and bytes sent are checked."""
+    """Measure everything but times; values and bytes sent are checked."""
     for gaps in group.call("gaps", reference):
         check(label, gaps)
     formula = block_traffic(case, bench.workload) if case.is_ours else None
@@ -139,19 +137,15 @@ def _prepare(bench: Bench, label: str, case: Case, group: RankGroup, reference: 
     )  # fmt: skip
 
 
-def _block(group: RankGroup, steps: int) -> float:
-    return max(group.call("block", steps))
-
-
 def _scopes(bench: Bench, label: str, case: Case, group: RankGroup) -> dict[str, Scoped]:
-    """By scope of weights, where it makes a difference: what a step sends. Checked too."""
-    found = {}
+    """Return what a step sends by scope of weights, where that makes a difference; it is compared with the formula."""
+    scopes = {}
     for scope in SCOPES if bench.microbatches and gathers_weights(case, bench.workload) else ():
         formula = block_traffic(replace(case, weights=scope), bench.workload, bench.microbatches)
         counted = group.call("count_step", bench.microbatches, scope)
         check_traffic(f"{label}, {bench.microbatches} microbatches, weights {scope}", counted, formula)
-        found[scope] = Scoped(counted[0], formula)
-    return found
+        scopes[scope] = Scoped(counted[0], formula)
+    return scopes
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -180,12 +174,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-shared-memory", action="store_true", help="colossus through gloo, as DTensor is, between ranks of a host"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png or .svg; needs the extra 'plot'")
     return parser
 
 
 def choose(arguments: argparse.Namespace, workload: Workload) -> tuple[dict[str, Case], dict[str, str]]:
-    """Label -> case to run, the one-process block always, and name -> why a case is skipped."""
+    """Return the cases to run by label, the one-process block always, and by name why a case is skipped."""
     names = arguments.cases or (SMOKE_CASES if arguments.smoke else DEFAULT_CASES)
     if arguments.worlds:
         names = [name for name in names if CASES[name].world in (1, *arguments.worlds)]
@@ -200,9 +193,6 @@ def choose(arguments: argparse.Namespace, workload: Workload) -> tuple[dict[str,
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    obstacle = plot.obstacle(arguments.plot) if arguments.plot else None
-    if obstacle:
-        parser.error(obstacle)
     a = arguments
     sizes: dict[str, Any] = dict(hidden=a.hidden, heads=a.heads, tokens=a.tokens, batch=a.batch, device=a.device)
     workload = Workload(layers=1, vocab=1, **sizes)
@@ -219,8 +209,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason in dict.fromkeys(skipped.values()):
         print(f"\nskipped {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
     common.write_json(a.json, as_json(bench, results, skipped))
-    if a.plot:
-        draw(a.plot, bench, results)
     return 0
 
 

@@ -30,7 +30,7 @@ OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
 
 
 def block_state(workload: Workload) -> State:
-    """Weights of the block by logical name. Biases and norms are random too: a zero that is added twice looks right."""
+    """Return random weights by logical name, of biases and norms, too: a zero that is added twice looks right."""
     prefix = "blocks.0."
     generator = torch.Generator().manual_seed(workload.seed + 2)
     state = {name.removeprefix(prefix): x for name, x in workload.state().items() if name.startswith(prefix)}
@@ -40,7 +40,7 @@ def block_state(workload: Workload) -> State:
 
 
 def block_inputs(workload: Workload) -> tuple[Tensor, Tensor]:
-    """x and the gradient of the output, whole."""
+    """Return x and the gradient of the output, whole."""
     generator = torch.Generator().manual_seed(workload.seed + 3)
     shape = (workload.batch, workload.tokens, workload.hidden)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -80,24 +80,24 @@ class Run:
         return module
 
     def outer_box(self) -> Box:
-        """The rank's shard of x and y."""
+        """Return the rank's shard of x and y."""
         return tuple((0, size) for size in (self.workload.batch, self.workload.tokens, self.workload.hidden))
 
     def forward(self) -> Tensor:
         return self.module(self.x)
 
     def gradients(self) -> State:
-        """Of whole parameters, query, key and value fused; all ranks must call."""
+        """Return the gradients of whole parameters, query, key and value fused; all ranks must call."""
         return {name: param.grad for name, param in self.module.named_parameters() if param.grad is not None}
 
     def step(self, index: int = 0) -> None:
-        """Forward and backward; the gradients that the engine would sum stay as they are made."""
+        """Run forward and backward; the gradients that the engine would sum stay as they are made."""
         self.x.grad = None
         self.module.zero_grad(set_to_none=True)
         self.forward().backward(self.dy)
 
     def values(self) -> Iterator[tuple[str, Tensor, Box | None]]:
-        """What one step gives: name, value, and of what box of the whole (None: all of it)."""
+        """Yield what one step gives: name, value, and its box of the whole (None: all of it)."""
         self.step()
         assert self.x.grad is not None
         yield OUTPUT, self.forward().detach(), self.box
@@ -106,7 +106,7 @@ class Run:
             yield f"gradient of {name}", gradient, None
 
     def count(self) -> Counted:
-        """What is sent for forward and backward."""
+        """Return what forward and backward send."""
         with accounting.count() as moved:
             self.step()
         return Counted(moved.calls(), moved.bytes())
@@ -118,7 +118,7 @@ class Run:
         """Leave the other ranks."""
 
     def shards(self) -> list[Tensor]:
-        """The stored shards of the parameters."""
+        """Return the stored shards of the parameters."""
         return [local_part(param.detach()) for param in self.module.parameters()]
 
 
@@ -150,7 +150,7 @@ class ColossusRun(Run):
         return fuse_qkv(full_state_dict(self.module, self.context, gradients=True))
 
     def count_step(self, microbatches: int, scope: str) -> Counted:
-        """What is sent for a step of some microbatches, each of the whole batch, under a scope of weights."""
+        """Return what a step of some microbatches sends, each of the whole batch, under a scope of weights."""
         weights = self.parallel.weights
         usual, weights.scope = weights.scope, scope
         with accounting.count() as moved:
@@ -236,7 +236,7 @@ class _FunctionalCounter(TorchDispatchMode):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The tensor with storage inside of a wrapper (DTensor, a collective not yet waited for)."""
+    """Return the tensor with storage inside of a wrapper (DTensor, a collective not yet waited for)."""
     for name in ("_local_tensor", "elem"):
         inner = getattr(tensor, name, None)
         if inner is not None:

@@ -62,11 +62,9 @@ class Case:
 
     def context(self, rank: int = 0, *, connect: bool = True, device: str = "cpu") -> ParallelContext:
         options = LayerOptions(
-            tensor_mode=self.mode,
-            sequence_sharded=self.sequence_sharded,
-            keep_gathered=self.keep,
+            tensor_mode=self.mode, sequence_sharded=self.sequence_sharded, keep_gathered=self.keep,
             weight_scope=self.weights,
-        )
+        )  # fmt: skip
         return ParallelContext(self.grid, rank, options=options, connect=connect, device=device)
 
     def shardings(self) -> Shardings:
@@ -90,7 +88,7 @@ CASES = _cases()
 
 
 def unfit_reason(case: Case, workload: Workload) -> str | None:
-    """Why a block of this size does not divide over the ranks of a case; None when it does."""
+    """Return why a block of this size does not divide over the ranks of a case; None when it does."""
     w = workload
     if case.mode == DTENSOR and w.heads % case.world:
         return f"heads = {w.heads} does not divide over {case.world} ranks"
@@ -121,7 +119,7 @@ def _ways(case: Case, axes: Sequence[str]) -> int:
 
 
 def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traffic:
-    """What one rank sends for the block, forward and backward of all microbatches of a step."""
+    """Return what one rank sends for the block, forward and backward of all microbatches of a step."""
     h = workload.hidden
     shardings = case.shardings()
     total = Traffic()
@@ -142,14 +140,14 @@ def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traf
 
 
 def _norms(case: Case, workload: Workload) -> Traffic:
-    """Two LayerNorms: means and squares of the shards of the features gathered, in backward two sums reduced."""
+    """Return what two LayerNorms send: means and squares are gathered, in backward two sums are reduced."""
     outer = case.shardings().regions.residual
     n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
     return (move_traffic("gather", n, 2 * rows) + move_traffic("sum", n, 2 * rows)) * 2
 
 
 def gathers_weights(case: Case, workload: Workload) -> bool:
-    """Whether the scope of weights makes a difference."""
+    """Return whether the scope of weights makes a difference."""
     if not case.is_ours:
         return False
     often, once = (block_traffic(replace(case, weights=scope), workload) for scope in ("matmul", "step"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks import common, plot
+from benchmarks import common
 from benchmarks.common import Spread
 from benchmarks.tensor_block import Counted, Owed
-from benchmarks.tensor_cases import PLAIN, Case
+from benchmarks.tensor_cases import Case
 from benchmarks.workload import Workload
 from colossus.comm.accounting import Traffic
 
@@ -47,7 +46,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Scoped:
-    """What is sent in a step of some microbatches under one scope of weights."""
+    """Bytes and calls of a step of some microbatches under one scope of weights."""
 
     counted: Counted
     formula: Traffic
@@ -67,7 +66,7 @@ LEGEND = """\
 
 
 def report(bench: Bench, results: Mapping[str, Result]) -> None:
-    """The tables."""
+    """Print the tables."""
     w = bench.workload
     title = f"hidden {w.hidden}, {w.heads} heads, {w.tokens} tokens, batch {w.batch}, fp32"
     common.print_table(
@@ -109,21 +108,6 @@ def _mb(count: float, digits: int = 2) -> str:
     return f"{count / MB:.{digits}f}"
 
 
-def draw(path: Path, bench: Bench, results: Mapping[str, Result]) -> None:
-    parallel = {label: r for label, r in results.items() if r.case.world > 1}
-    panels = [
-        plot.Panel("time / one process", {x: Spread.of(r.ratios) for x, r in results.items() if x != PLAIN}, line=1.0),
-        plot.Panel("MB sent by a rank", {label: r.counted.bytes / MB for label, r in parallel.items()}),
-        plot.Panel(
-            "MB saved for backward on a rank (line: one process)",
-            {label: r.saved / MB for label, r in parallel.items()},
-            line=results[PLAIN].saved / MB,
-        ),
-    ]
-    w = bench.workload
-    plot.bars(path, f"one transformer block: hidden {w.hidden}, {w.tokens} tokens, batch {w.batch}", panels)
-
-
 def as_json(bench: Bench, results: Mapping[str, Result], skipped: Mapping[str, str]) -> dict[str, Any]:
     return {
         **asdict(bench),
@@ -140,8 +124,8 @@ def _case_as_json(r: Result) -> dict[str, Any]:
         "time_over_plain": asdict(Spread.of(r.ratios)),
         "formula": _as_counted(r.formula) if r.formula else None,
         "scopes": {
-            scope: {"counted": asdict(found.counted), "formula": _as_counted(found.formula)}
-            for scope, found in r.scopes.items()
+            scope: {"counted": asdict(sent.counted), "formula": _as_counted(sent.formula)}
+            for scope, sent in r.scopes.items()
         },
     }
 

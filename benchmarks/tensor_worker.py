@@ -1,4 +1,4 @@
-"""What a rank of the tensor-mode benchmark is told to do with its block: compare, count, time, measure memory."""
+"""A rank of the tensor-mode benchmark: it compares, counts and times its block, and measures memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Worker:
         return {name: value.cpu().numpy() for name, value, _ in self.run.values()}
 
     def gaps(self, reference: Values) -> dict[str, float]:
-        """Largest difference from the reference, by what is compared, over the largest value there (or 1)."""
-        found = {}
+        """Return the largest difference from the reference, by name, over the largest value there (or 1)."""
+        gaps = {}
         for name, value, box in self.run.values():
             want = torch.from_numpy(reference[name])
-            found[name] = ((value.cpu() - cut(want, box)).abs().max() / want.abs().max().clamp(min=1.0)).item()
-        return {name: found.get(name, float("nan")) for name in reference}
+            gaps[name] = ((value.cpu() - cut(want, box)).abs().max() / want.abs().max().clamp(min=1.0)).item()
+        return {name: gaps.get(name, float("nan")) for name in reference}
 
     def block(self, count: int) -> float:
-        """Seconds per step; the first is not timed: caches hold what another case left there."""
+        """Return seconds per step; the first is not timed: caches hold what another case left there."""
         return seconds_per_call(self.run.step, self.device, count)
 
     def count(self) -> Counted:
@@ -60,11 +60,11 @@ class Worker:
         return self.run.owed()
 
     def num_parameters(self) -> int:
-        """Stored on this rank."""
+        """Return the number of parameters that this rank stores."""
         return sum(shard.numel() for shard in self.run.shards())
 
     def saved(self) -> int:
-        """Bytes that forward keeps for backward, without the parameters as stored: each storage once."""
+        """Return the bytes that forward keeps for backward, without the parameters as stored: each storage once."""
         stored = {shard.untyped_storage().data_ptr() for shard in self.run.shards()}
         storages: dict[int, int] = {}
 
@@ -80,7 +80,7 @@ class Worker:
         return sum(storages.values())
 
     def peak(self) -> int | None:
-        """Bytes at the peak of a step: parameters, their gradients, x, its gradient and dy, and what the step adds.
+        """Return the bytes at the peak of a step: parameters, x and dy with gradients, and what the step adds.
 
         Slots of shared memory are left out: they are as large for any block. None where the system does not tell. What
         a step adds is counted by the allocator on a CUDA device.
@@ -96,10 +96,10 @@ class Worker:
         return peak.bytes
 
     def _added_on_host(self) -> int | None:
-        found = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
-        return None if found is None else found.peak - found.held
+        used = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
+        return None if used is None else used.peak - used.resident
 
     def close(self) -> None:
-        """Its groups are destroyed; others may be made then."""
+        """Destroy its groups; others may be made then."""
         if "run" in vars(self):
             self.run.close()

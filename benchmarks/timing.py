@@ -17,13 +17,13 @@ BLOCKS, MOST_CALLS = (3, 11), 200
 
 
 def synchronize(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
+    """Wait until the device has done all that was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_per_call(run: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Mean over some calls behind each other. The first is not timed: caches hold what another case left there."""
+    """Return the mean over some calls; the first is not timed: caches hold what another case left there."""
     run()
     synchronize(device)
     begin = time.perf_counter()
@@ -34,12 +34,12 @@ def seconds_per_call(run: Callable[[], object], device: torch.device, calls: int
 
 
 def compare(runners: Mapping[str, Callable[[], object]], device: torch.device, seconds: float) -> Series:
-    """Seconds of one call of each, as `take_turns`."""
+    """Return seconds of one call of each, as `take_turns`."""
     return take_turns({name: partial(seconds_per_call, run, device) for name, run in runners.items()}, seconds)
 
 
 def take_turns(timed: Mapping[str, Callable[[int], float]], seconds: float) -> Series:
-    """Seconds of one call of each, in blocks in which all take turns, each for about as long.
+    """Return seconds of one call of each, in blocks in which all take turns, each for about as long.
 
     Args:
         timed: makes that many calls behind one that is not timed, and returns the seconds of one.

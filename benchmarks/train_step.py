@@ -52,7 +52,7 @@ class Worker:
         return out
 
     def peak_flops(self) -> float | None:
-        """Of this rank's device."""
+        """Return the peak of this rank's device in FLOP/s."""
         return self.peak
 
     def block(self, count: int) -> float:
@@ -95,13 +95,13 @@ class Result:
     peaks: dict[str, float]
 
     def utilisation(self, label: str) -> float | None:
-        """Model FLOP utilisation: operations of a step by the model's formula over those that its device could do."""
+        """Return the model FLOP utilisation: operations of a step over those that its device could do."""
         if label not in self.peaks:
             return None
         return self.workload.flops / Spread.of(self.series[label]).median / self.peaks[label]
 
     def comparisons(self) -> list[tuple[str, str, Spread]]:
-        """Every case against its peers, and every second run of the same code against the first."""
+        """Return every case against its peers, and every second run of the same code against the first."""
         pairs = []
         for label in self.series:
             name = label.removesuffix(common.AGAIN)
@@ -111,21 +111,18 @@ class Result:
 
 
 def check(trajectories: Mapping[str, Trajectory], reference: str = REFERENCE) -> None:
-    """That all cases compute the same thing.
+    """Raise RuntimeError unless all cases compute the same thing.
 
     Args:
         reference: the one against which cases of no `Kind` are held.
 
     Raises:
-        RuntimeError: naming the first case and step that differ from the serial one of the same precision.
+        RuntimeError: the first case and step that differ from the serial one of the same precision.
     """
     for name, trajectory in trajectories.items():
         kind = KINDS.get(name.removesuffix(common.AGAIN))
         against, tolerance = (kind.reference, kind.tolerance) if kind is not None else (reference, TOLERANCE)
-        for step, (ours, theirs) in enumerate(zip(trajectory, trajectories[against], strict=True), 1):
-            for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
-                if not abs(a - b) <= tolerance * max(1.0, abs(b)):
-                    raise RuntimeError(f"{name}: {what} {a:.6f} at step {step}, but {against} has {b:.6f}")
+        common.check_trajectory(name, trajectory, trajectories[against], against, tolerance)
 
 
 def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *, with_memory: bool = True) -> Result:
@@ -145,41 +142,37 @@ def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *
             groups[label] = stack.enter_context(RankGroup(label, kind.world, partial(Worker, kind, workload)))
         trajectories = {label: group.call("steps", CHECKED_STEPS)[0] for label, group in groups.items()}
         check(trajectories)
-        found = {label: group.call("peak_flops")[0] for label, group in groups.items()}
-        peaks = {label: peak * KINDS[labels[label]].world for label, peak in found.items() if peak is not None}
-        runners = {label: partial(_block, group, steps) for label, group in groups.items()}
+        flops = {label: group.call("peak_flops")[0] for label, group in groups.items()}
+        peaks = {label: peak * KINDS[labels[label]].world for label, peak in flops.items() if peak is not None}
+        runners = {label: partial(group.slowest, "block", steps) for label, group in groups.items()}
         series = common.alternate(runners, blocks, label=f"hidden {workload.hidden}:")
     for name in dict.fromkeys(labels.values()) if with_memory else ():
         common.progress(f"memory of {name}")
         kind = KINDS[name]
         with RankGroup(name, kind.world, partial(MemoryWorker, kind, workload)) as group:
-            measured = [held for held in group.call("measure") if held is not None]
+            measured = [used for used in group.call("measure") if used is not None]
             if measured:
-                memories[name] = max(measured, key=lambda held: held.peak)
+                memories[name] = max(measured, key=lambda used: used.peak)
     common.progress("")
     return Result(workload, series, trajectories, memories, peaks)
 
 
-def _block(group: RankGroup, steps: int) -> float:
-    return max(group.call("block", steps))
-
-
 def report(result: Result, *, title: str = "") -> None:
-    """The tables."""
+    """Print the tables."""
     rows = []
     for label, seconds in result.series.items():
-        held = result.memories.get(label)
+        used = result.memories.get(label)
         rows.append(
             (
                 label,
                 f"{Spread.of(seconds).median * 1e3:.2f}",
                 common.ratio(result.series, label, REFERENCE),
-                f"{held.held / 2**20:.1f}" if held else "",
-                f"{held.peak / 2**20:.1f}" if held else "",
+                f"{used.resident / 2**20:.1f}" if used else "",
+                f"{used.peak / 2**20:.1f}" if used else "",
                 f"{mfu:.1%}" if (mfu := result.utilisation(label)) is not None else "N/A",
             )
         )
-    header = ("case", "ms/step", "time / serial", "held MB", "peak MB", "MFU")
+    header = ("case", "ms/step", "time / serial", "resident MB", "peak MB", "MFU")
     blocks = len(result.series[REFERENCE])
     common.print_table(f"{title}{result.workload}; {blocks} blocks", header, rows)
     print("  time / serial: median [quartiles] of the ratio in each block; memory: tensors of the largest rank")
@@ -198,7 +191,7 @@ def as_json(result: Result) -> dict[str, Any]:
         ],
         "loss_and_norm": result.trajectories,
         "utilisation": {name: mfu for name in result.series if (mfu := result.utilisation(name)) is not None},
-        "memory_bytes": {name: asdict(held) for name, held in result.memories.items()},
+        "memory_bytes": {name: asdict(used) for name, used in result.memories.items()},
     }
 
 
@@ -213,7 +206,7 @@ SMOKE = Workload(hidden=32, layers=1, heads=4, tokens=16, batch=4, vocab=32)
 
 
 def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentParser:
-    """The options of benchmarks that train."""
+    """Return a parser with the options of benchmarks that train."""
     parser = common.make_parser(description, blocks=blocks)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 64], help="hidden sizes (default 512 64)")
     parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default 2, at hidden < 256 20)")

@@ -1,4 +1,4 @@
-"""What every case trains: the sizes, one set of initial weights by logical name, the batches."""
+"""The workload of every case: the sizes, one set of initial weights by logical name, the batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward of a step, as the utilisation of a run counts them."""
+        """Return the operations of forward and backward of a step, as the utilisation of a run counts them."""
         model = dict(
             type="GPT", num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocab,
             seq_len=self.tokens, tie_embeddings=False,
@@ -51,7 +51,7 @@ class Workload:
         return round(counted) * self.batch * self.tokens
 
     def state(self, device: torch.device | str = "cpu") -> State:
-        """Initial weights: logical name -> full tensor [out, in], the query, key and value apart.
+        """Return initial weights: logical name -> full tensor [out, in], the query, key and value apart.
 
         Args:
             device: that draws and keeps them; on a GPU the numbers are others.
@@ -92,7 +92,7 @@ class Workload:
         return state
 
     def batches(self, count: int = 4, *, part: int = 0, parts: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """(ids, labels), each [batch / parts, tokens]: part ``part`` of ``count`` global batches."""
+        """Return (ids, labels), each [batch / parts, tokens]: part ``part`` of ``count`` global batches."""
         if self.batch % parts:
             raise ValueError(f"a global batch of {self.batch} does not divide over {parts} data ranks")
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -105,7 +105,7 @@ class Workload:
 
 
 def fuse_qkv(state: State, *, interleave: int = 1) -> State:
-    """The state with query, key and value in one tensor, ``[.., out, in]`` side by side in dim 0.
+    """Return the state with query, key and value in one tensor, ``[.., out, in]`` side by side in dim 0.
 
     Args:
         interleave: tensor ranks; rows are then ordered rank by rank, each with its own query, key and value rows, so

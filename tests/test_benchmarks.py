@@ -75,8 +75,8 @@ def test_train_step(tmp_path: Path) -> None:
         memory = result["memory_bytes"]
         assert set(memory) == set(names)
         # weights, gradients and two moments of AdamW in fp32, and a little for batches
-        assert memory["serial"]["held"] == pytest.approx(16 * parameters(train_step.SMOKE), rel=0.1)
-        assert all(held["peak"] >= held["held"] for held in memory.values())
+        assert memory["serial"]["resident"] == pytest.approx(16 * parameters(train_step.SMOKE), rel=0.1)
+        assert all(used["peak"] >= used["resident"] for used in memory.values())
 
 
 def parameters(workload: Workload) -> int:
@@ -98,7 +98,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         assert trajectories[name] != trajectories["serial"]
         assert trajectories[name] == [pytest.approx(step, abs=1e-2) for step in trajectories["serial-bf16"]]
     if Path("/proc/self/clear_refs").exists():  # half of weights, gradients and moments, or of the moments
-        held = {name: memory["held"] for name, memory in result["memory_bytes"].items()}
+        held = {name: memory["resident"] for name, memory in result["memory_bytes"].items()}
         whole = 4 * parameters(train_step.SMOKE)
         assert held["fsdp-2"] == pytest.approx(2 * whole, rel=0.2)
         assert held["zero-redundancy-2"] < 3.5 * whole < held["serial"]
@@ -112,9 +112,8 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("any_model", "unpaired"),
-        ("checkpointing", "selective"),
+        ("serial --recompute --no-memory", "selective"),
         ("dropout", "time / bernoulli"),
-        ("collectives", "microseconds per all-reduce"),
         ("generation", "decode tokens/s"),
         ("hf_loading", "MB above the weights"),
         ("moe", "experts over 4"),
@@ -122,6 +121,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("plans", "rank correlation over 4 plans"),
         ("restarts", "steps redone"),
         ("serial --no-memory --precision fp32", "time / serial"),
+        ("server_transport", "round trips/s"),
         ("startup", "seconds until"),
         ("stragglers --replicas 2 --strategies all_reduce", "predicted"),
     ],
@@ -219,8 +219,6 @@ def test_a_pipeline_that_computes_something_else_is_refused() -> None:
     for bad in (1.0001, float("nan")):
         with pytest.raises(RuntimeError, match="ours: the gradient of b differs from that of serial by"):
             pipeline.check_passes("ours", [(2.0, {**wanted, "b": wanted["b"] * np.float32(bad)})], (2.0, wanted))
-    with pytest.raises(RuntimeError, match=r"ours: gradient norm 1\.1000000 at step 2"):
-        pipeline.check_steps("ours", [(2.0, 1.0), (2.0, 1.1)], [(2.0, 1.0), (2.0, 1.0)])
 
 
 @pytest.mark.long
@@ -302,7 +300,7 @@ def test_sparse_tables(tmp_path: Path) -> None:
     ours = [rows[name] for name in ("hybrid", "owners", "gathered rows", "all_reduce, dense")]
     assert len({round(row["loss"], 5) for row in ours}) == 1  # ways change no result
     assert rows["owners"]["counted"] < rows["gathered rows"]["counted"] < rows["all_reduce, dense"]["counted"] / 5
-    assert rows["owners"]["held"] == pytest.approx(rows["all_reduce, dense"]["held"] / 4, rel=0.01)
+    assert rows["owners"]["table_mb"] == pytest.approx(rows["all_reduce, dense"]["table_mb"] / 4, rel=0.01)
     assert rows["DDP, sparse=True"]["loss"] == pytest.approx(rows["DDP, dense"]["loss"], rel=1e-5)
 
 

@@ -24,8 +24,8 @@ class Linears(nn.Module):
 
     def load(self, state: Mapping[str, Tensor], at: str, names: Sequence[str]) -> None:
         for kind, _ in self.parts[0].named_parameters():
-            given = [state[f"{at}.{name}.{kind}"] for name in names]
-            for part, value in zip(self.parts, [torch.cat(given)] if self.fused else given, strict=True):
+            weights = [state[f"{at}.{name}.{kind}"] for name in names]
+            for part, value in zip(self.parts, [torch.cat(weights)] if self.fused else weights, strict=True):
                 getattr(part, kind).data = value.clone()
 
 

@@ -1,9 +1,10 @@
-"""torch's DistributedDataParallel."""
+"""torch's DistributedDataParallel, and its ZeroRedundancyOptimizer: optimizer state sharded over ranks (ZeRO-1)."""
 
 from __future__ import annotations
 
 import torch
 from torch import distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.plain import PlainGPT, autocast, loss_of
@@ -41,3 +42,12 @@ class DDPCase:
         self.optimizer.step()
         reduced.wait()
         return total.item() / self.world, norm.item()
+
+
+class ZeroRedundancyCase(DDPCase):
+    """Each rank updates whole parameters of about a share of the model, and broadcasts them."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            self.params, torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
+        )

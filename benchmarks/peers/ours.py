@@ -14,13 +14,12 @@ from colossus.engine.results import StepResult
 
 
 class ColossusCase:
-    """
+    """A GPT under a plan, with the weights and batches of a workload.
+
     Args:
-        recompute: ``train.activation_checkpoint``.
-        zero: stage of ZeRO over the data ranks.
-        weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
+        parallel, schedule, checkpoint: sections of the config.
         precision: ``train.precision``.
-        checkpoint: the config's section.
+        recompute: ``train.activation_checkpoint``.
     """
 
     def __init__(
@@ -29,41 +28,33 @@ class ColossusCase:
         rank: int,
         world: int,
         *,
-        data: int = 1,
-        tensor: int = 1,
-        zero: int = 0,
-        weights: str = "matmul",
+        parallel: dict[str, Any] | None = None,
+        schedule: dict[str, Any] | None = None,
+        checkpoint: dict[str, Any] | None = None,
         precision: str = "fp32",
         recompute: Any = "none",
-        checkpoint: dict[str, Any] | None = None,
     ) -> None:
         w = workload
         config: dict[str, Any] = {
-            "parallel": {"data": data, "tensor": {"mode": "1d", "size": tensor, "weights": weights}, "zero": zero},
-            "model": {
-                "type": "GPT",
-                "num_layers": w.layers,
-                "hidden_size": w.hidden,
-                "num_heads": w.heads,
-                "vocab_size": w.vocab,
-                "seq_len": w.tokens,
-                "tie_embeddings": False,
-            },
+            "parallel": parallel or {"data": 1},
+            "schedule": schedule or {},
+            "model": dict(
+                type="GPT", num_layers=w.layers, hidden_size=w.hidden, num_heads=w.heads, vocab_size=w.vocab,
+                seq_len=w.tokens, tie_embeddings=False,
+            ),
             "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
-            "train": {
-                "global_batch_size": w.batch,
-                "clip_grad_norm": CLIP_NORM,
-                "precision": precision,
-                "activation_checkpoint": recompute,
-            },
+            "train": dict(
+                global_batch_size=w.batch, clip_grad_norm=CLIP_NORM, precision=precision,
+                activation_checkpoint=recompute,
+            ),
             "checkpoint": checkpoint or {},
             "device": w.device,
-        }
+        }  # fmt: skip
         with undrawn():
             self.engine = colossus.initialize(config)
-        load_full_state_dict(self.engine.model, w.state(w.device), self.engine.context)
-        pairs = w.batches(part=self.engine.context.index("data"), parts=data)
-        device = self.engine.device
+        context, device = self.engine.context, self.engine.device
+        load_full_state_dict(self.engine.model, w.state(w.device), context)
+        pairs = w.batches(part=context.index("data"), parts=context.size("data"))
         self.batches = [{"inputs": ids.to(device), "labels": labels.to(device)} for ids, labels in pairs]
 
     @property

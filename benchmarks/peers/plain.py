@@ -105,12 +105,12 @@ class PlainGPT(nn.Module):
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over all tokens."""
+    """Return the mean over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def autocast(device: str, low: bool) -> AbstractContextManager[None]:
-    """`torch.autocast` to bf16, or nothing."""
+    """Return `torch.autocast` to bf16, or nothing."""
     return torch.autocast(device, torch.bfloat16) if low else nullcontext()
 
 

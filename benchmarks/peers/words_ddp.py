@@ -58,7 +58,7 @@ class WordsDDP:
     """One rank of a run, one step at a time.
 
     Attributes:
-        held_bytes: of this rank's tables and their optimizer state.
+        table_bytes: bytes of this rank's tables and their optimizer state.
     """
 
     def __init__(self, model: dict[str, Any], optimizer: dict[str, Any], *, sparse: bool) -> None:
@@ -66,10 +66,10 @@ class WordsDDP:
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=optimizer["lr"])
         self._step = 0
         tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
-        self.held_bytes = 2 * sum(table.weight.nbytes for table in tables)
+        self.table_bytes = 2 * sum(table.weight.nbytes for table in tables)
 
     def step(self, batch: dict[str, Any]) -> float:
-        """The loss of a word of the global batch."""
+        """Train on a batch and return the loss of a word of the global batch."""
         self._optimizer.zero_grad()
         count = batch["labels"].numel() * dist.get_world_size()
         loss = self._model(batch["inputs"], batch["labels"], self._step) * (dist.get_world_size() / count)
