@@ -52,13 +52,13 @@ def measure(client: RpcClient, megabytes: list[float], seconds: float) -> dict[s
         pull = repeated(seconds, lambda into=into, name=name: worker.pull({name: into}).wait())
         assert torch.equal(into, vector)
         rates["push"][size], rates["pull"][size] = vector.nbytes / push / 1e9, vector.nbytes / pull / 1e9
-    rates["round trips/s"] = 1 / repeated(seconds, lambda: worker.waiting_for().wait())
+    rates["round trips/s"] = 1 / repeated(seconds, lambda: client.call("waiting_for").result())
 
-    calls = deque(worker.waiting_for() for _ in range(_UNDER_WAY))
+    calls = deque(client.call("waiting_for") for _ in range(_UNDER_WAY))
 
     def next_call() -> None:
-        calls.popleft().wait()
-        calls.append(worker.waiting_for())
+        calls.popleft().result()
+        calls.append(client.call("waiting_for"))
 
     rates["calls/s"] = 1 / repeated(seconds, next_call)
     worker.close()

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.fake_cuda import run_fake_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks import (  # noqa: E402
     common,
+    kernels,
     parity,
     pipeline,
     restarts,
@@ -28,6 +30,7 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.common import Spread  # noqa: E402
 from benchmarks.tensor_cases import CASES  # noqa: E402
+from benchmarks.tensor_worker import Worker  # noqa: E402
 from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
 
 
@@ -118,6 +121,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("hf_loading", "MB above the weights"),
         ("moe", "experts over 4"),
         ("loaders --only tuples", "tuples, map, 2 workers"),
+        ("kernels", "ring of 4, fp32, documents"),
         ("plans", "rank correlation over 4 plans"),
         ("restarts", "steps redone"),
         ("serial --no-memory --precision fp32", "time / serial"),
@@ -324,3 +328,55 @@ def test_parity_sees_a_gradient_that_is_halved(monkeypatch: pytest.MonkeyPatch) 
     assert differences[parity.CONTROL] > 1e-9
     drawn = parity.draw(differences, 4)
     assert drawn.count("<circle") == 2
+
+
+def ring_and_whole(attention: kernels.Attention) -> tuple[kernels.OneProcessRing, list[torch.Tensor]]:
+    q, k, v, dout = (x.double() for x in kernels.draw(attention))
+    documents = kernels.documents_of(attention, torch.device("cpu"))
+    mask = None if documents is None else kernels.mask_of(documents)
+    ring = kernels.OneProcessRing(attention.ranks, q, k, v, dout, documents)
+    return ring, kernels.whole_attention(q, k, v, dout, mask)
+
+
+@pytest.mark.parametrize("num_documents", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_ring_in_one_process_is_the_whole_attention(ranks: int, num_documents: int) -> None:
+    ring, whole = ring_and_whole(
+        kernels.Attention("fp64", ranks, 30 * ranks, num_documents, heads=6, kv_heads=2, head_dim=8)
+    )
+    gaps = ring.gaps(whole)
+    assert set(gaps) == {"output", "dq", "dk", "dv"}
+    assert max(gaps.values()) < 1e-13
+
+
+def test_a_ring_that_leaves_out_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = kernels.Attention("bf16", 3, 60, heads=2, kv_heads=2, head_dim=8)
+    backward = kernels.ring_attention.block_backward
+
+    def leave_out(dout: Any, q: Any, *rest: Any, **options: Any) -> Any:
+        dq, dk, dv = backward(dout, q, *rest, **options)
+        return dq, dk * options["causal"], dv
+
+    monkeypatch.setattr(kernels.ring_attention, "block_backward", leave_out)
+    with pytest.raises(AssertionError, match=r"dk is off by 0\.\d+ of its largest number, 0\.02 is allowed"):
+        kernels.check_ring(attention, torch.device("cpu"))
+
+
+def run_blocks_on_a_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:
+    """Return the number of elements of x of each case, and whether all was made and stayed on the device."""
+    device, results = torch.device("cuda", 0), []
+    workload = Workload(hidden=16, layers=1, heads=4, tokens=8, batch=4, vocab=12, device="cuda")
+    for name in names:
+        worker = Worker(CASES[name], workload, False, rank)
+        assert worker.block(1) > 0
+        assert (worker.peak() or 0) > 0
+        tensors = [*worker.run.module.parameters(), worker.run.x, worker.run.x.grad]
+        results.append((worker.run.x.numel(), all(x is not None and x.device == device for x in tensors)))
+        worker.close()
+    return results
+
+
+@pytest.mark.long
+def test_blocks_run_on_a_device_that_does_not_exist() -> None:
+    (results,) = run_fake_ranks(4, run_blocks_on_a_device, ["1d-4", "2d-2x2"])
+    assert results == [(4 * 8 * 16, True), (8 * 16, True)]
