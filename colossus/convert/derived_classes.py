@@ -22,9 +22,13 @@ def torch_class_of(module: nn.Module) -> type[nn.Module]:
     A derived class computes the same if it defines only plain values, a constructor and a representation. A class
     derived from ``nn.Linear`` may also define a forward that gives the product and the sum.
     """
-    kind = type(module)
-    base = next(parent for parent in kind.__mro__ if parent.__module__.startswith("torch.nn.modules."))
-    return kind if added_member(module, base) else base
+    base = torch_base(module)
+    return type(module) if added_member(module, base) else base
+
+
+def torch_base(module: nn.Module) -> type[nn.Module]:
+    """Return the class of torch.nn from which a module's class derives."""
+    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
 
 
 def added_member(module: nn.Module, base: type[nn.Module]) -> str:

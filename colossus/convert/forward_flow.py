@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
+from colossus.convert.zeros import ASKS, EMPTY, off_meta
 from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
@@ -20,8 +21,6 @@ _SHAPE_ONLY = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty,
 }  # fmt: skip
-_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ForwardFlow(OperatorMode):
@@ -67,16 +66,16 @@ class ForwardFlow(OperatorMode):
             self.count(tensor)
         if func.overloadpacket in _SHAPE_ONLY:
             operands = []
-            args = (_to_zeros(args[0]), *args[1:])
+            args = (off_meta(args[0]), *args[1:])
         on_meta = any(map(_is_meta, operands))
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
         written = list(tensors_written(func, args, kwargs))
         if on_meta and not all(map(_is_meta, written)):
-            args, kwargs = tree_map(_to_zeros, (args, kwargs))
+            args, kwargs = tree_map(off_meta, (args, kwargs))
             on_meta = False
         out = _on_meta(func, args, kwargs) if on_meta else func(*args, **kwargs)
-        if func.overloadpacket in _EMPTY:
+        if func.overloadpacket in EMPTY:
             out.zero_()
         return out
 
@@ -94,8 +93,8 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on meta; if its shape depends on values, they are zeros."""
     if func is _aten._grouped_mm.default:  # on meta torch takes bfloat16 only
         return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]), device=_META)
-    if _OF_VALUES.intersection(func.tags):
-        args, kwargs = tree_map(_to_zeros, (args, kwargs))
+    if ASKS.intersection(func.tags):
+        args, kwargs = tree_map(off_meta, (args, kwargs))
         return tree_map(_to_meta, func(*args, **kwargs))
     args, kwargs = tree_map(_to_meta, (args, kwargs))
     return func(*args, **kwargs)
@@ -103,10 +102,6 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.to(_META) if isinstance(leaf, Tensor) and not _is_meta(leaf) and leaf.dim() else leaf
-
-
-def _to_zeros(leaf: Any) -> Any:
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) and _is_meta(leaf) else leaf
 
 
 def stand_in_for(module: nn.Module, call: Callable[..., Any]) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
 from colossus.convert.forward_flow import call_model, standing_in
-from colossus.convert.zeros import ASKS, compute, off_meta, put_zeros
+from colossus.convert.zeros import ASKS, EMPTY, compute, off_meta, put_zeros
 from colossus.error_place import is_users
 from colossus.layout.operators import OperatorMode
 from colossus.nest import tensors_within
@@ -29,7 +29,6 @@ _SHAPE_ONLY = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty, _aten.new_empty_strided, _aten.rand_like, _aten.randn_like, _aten.randint_like,
 }  # fmt: skip
-_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item}
 
 
@@ -224,7 +223,7 @@ class OnZeros(OperatorMode):
             if key not in self.trace.parameters:
                 self.trace.rewrites.append((self._names[key], self._time, _line()))
         out = compute(func, args, kwargs) if reads and not written else func(*args, **kwargs)
-        if func.overloadpacket in _EMPTY:
+        if func.overloadpacket in EMPTY:
             out.zero_()
         if reads:
             results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]

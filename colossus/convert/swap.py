@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from colossus.construct.allocate import value_of
-from colossus.convert.derived_classes import added_member, class_attributes, torch_class_of
+from colossus.convert.derived_classes import added_member, class_attributes, torch_base, torch_class_of
 from colossus.convert.expert_swap import routed_experts
 from colossus.convert.layer_table import ROWS, Row
 from colossus.convert.module_hooks import take_mode_and_hooks
@@ -226,5 +226,4 @@ def why_derived(module: nn.Module) -> str:
     """Return why a module of a class derived from one in the table stays."""
     if type(module) is NonDynamicallyQuantizableLinear:
         return "nn.MultiheadAttention reads its weight itself"
-    base = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
-    return f"its class has a {added_member(module, base)} of its own"
+    return f"its class has a {added_member(module, torch_base(module))} of its own"

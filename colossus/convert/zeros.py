@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+#: operators that return uninitialised memory
+EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 #: tags of operators that return Python numbers, or a shape that depends on values
 ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: with operands of this many elements a result is set to zeros; zeros of more elements than the second take no memory
@@ -78,5 +80,6 @@ def _zeros_like_meta(leaf: Any) -> Any:
 
 
 def off_meta(leaf: Any) -> Any:
+    """Return zeros on the CPU for a tensor on meta."""
     is_meta = isinstance(leaf, Tensor) and leaf.device.type == "meta"
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
