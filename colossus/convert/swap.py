@@ -81,7 +81,7 @@ def holders_of(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
 def extra_behaviour(module: nn.Module) -> str:
     """Return why a module with a weight does more than its class; empty where it does not."""
     if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
-        return "its forward was replaced, or it holds more than its class does"
+        return "its forward was replaced, or it has more members than its class"
     if is_conv1d(module) and user_hooks(module.weight):  # type: ignore[arg-type]
         return "a hook on its weight takes a gradient of [in, out], and a layer of colossus has [out, in]"
     return ""

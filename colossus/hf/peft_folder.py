@@ -98,7 +98,9 @@ class PeftFolder:
         self._merge, self._dtype, self._tensors = merge, dtype, tensors
         base, configs = model.get_base_model(), copy.deepcopy(model.peft_config)
         if not hasattr(getattr(base, "config", None), "to_dict"):
-            raise CheckpointError(f"{type(base).__name__} is no model of transformers, of which peft reads folders")
+            raise CheckpointError(
+                f"{type(base).__name__} is not a model of transformers, and peft reads folders of no others"
+            )
         if merge and any(config.is_prompt_learning for config in configs.values()):
             raise CheckpointError(
                 "adapters that put tokens before a text (prompts, prefixes) cannot be merged into weights: leave merge "
