@@ -66,7 +66,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
     """Start to concatenate the tensors of the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..].
 
     Args:
-        x: of the same shape on all ranks.
+        x: a tensor of the same shape on all ranks.
         group: the n ranks that take part.
         dim: the dim that grows.
         what: a label; the bytes are counted under ``all_gather <what>``.
@@ -182,7 +182,7 @@ def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[di
 
     Args:
         x: this rank's tensor; its length may differ between ranks.
-        parts: where the tensors of all ranks arrive, in group order; this rank's own is copied.
+        parts: the memory for the tensors of all ranks, in group order; this rank's own is copied.
     """
     n, me = group.size, group.index
     parts[me].copy_(x)

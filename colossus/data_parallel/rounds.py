@@ -189,8 +189,8 @@ class OuterStep(Averaging):
         Args:
             average: a buffer of the vector, which is overwritten with the new anchor.
             lr: the outer rate.
-            momentum: that of the outer SGD.
-            nesterov: whether it is Nesterov's.
+            momentum: the momentum of the outer SGD.
+            nesterov: whether the momentum is Nesterov's.
             inner_lr: for each parameter, the mean of its inner rate over the round; one with 0 has not moved.
         """
         anchor, gradient = self.anchor, self.vector.views(average)

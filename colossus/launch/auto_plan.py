@@ -44,29 +44,29 @@ def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, 
         path: the config file.
         overrides: its overrides.
         nproc: the processes of the whole run.
-        hosts: the number of hosts over which they are spread; None: as few as have eight devices each, or one of CPUs.
+        hosts: the number of hosts over which they are spread; None: eight devices on each host, or one host of CPUs.
 
     Raises:
         ConfigError: see `load_config`; also where no plan fits, or the hardware is unknown.
     """
-    words, lines = list(overrides), list[str]()
+    final_overrides, lines = list(overrides), list[str]()
 
     def choose(config: Config) -> Config:
         if config.parallel.auto is None:
             fitted, changes, more = (config, [], []) if nproc is None else fit_plan(config, nproc)
-            words.extend(changes)
+            final_overrides.extend(changes)
             lines.extend(more)
             return fitted
         best, more = _choose(config, nproc, hosts)
-        words.extend(["parallel.auto=None", *best.overrides])
+        final_overrides.extend(["parallel.auto=None", *best.overrides])
         lines.extend(more)
         return best.config
 
     config = load_config(path, overrides, nproc, choose=choose)
     if config.parallel.pipeline.split == "time" and config.parallel.pipeline.size > 1:
         config, stated = _with_stated_split(config, hosts)
-        words.extend(stated)
-    return Planned(config, words, lines)
+        final_overrides.extend(stated)
+    return Planned(config, final_overrides, lines)
 
 
 def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanEstimate, list[str]]:

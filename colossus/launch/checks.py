@@ -46,7 +46,7 @@ class ModelInfo(NamedTuple):
 
     Attributes:
         num_parameters: the parameters of the whole model.
-        num_local_parameters: those of rank 0's shards; None where the constructor fails before they are known.
+        num_local_parameters: the parameters of rank 0's shards; None where a constructor's error hides them.
         stages: a line for each pipeline stage.
         group_rules: a line for each pattern of ``optimizer.groups``.
     """

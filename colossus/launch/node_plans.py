@@ -58,7 +58,7 @@ class NodePlans:
             self._load(nodes.least)
 
     def plan(self, num_nodes: int) -> tuple[Planned, int]:
-        """Return the plan for at most ``num_nodes`` nodes that uses most of them, and the number that it uses."""
+        """Return the plan for the largest number of nodes, at most ``num_nodes``, that one fits; and that number."""
         if self._nodes.least == self._nodes.most:
             return self.of_most._replace(lines=[]), num_nodes
         for number in range(num_nodes, self._nodes.least, -1):

@@ -138,11 +138,11 @@ def _order(stages: int, rank: int, microbatches: int) -> list[str]:
     behind = stages - rank
     down, up = ["Fd", "Bd", "Wd"], ["Fu", "Bu", "Wu"]
     return [
-        *["Fd"] * (2 * behind - 1),  # until the first microbatch is back up
-        *["Fu", "Fd"] * rank,  # until its gradient is there
-        *up * behind,  # until its gradient has come up to the last stage down
+        *["Fd"] * (2 * behind - 1),  # until the first microbatch has come back up to this rank
+        *["Fu", "Fd"] * rank,  # until its gradient has come to the stage on the way up
+        *up * behind,  # until its gradient has come to the stage on the way down
         *(down + up) * (microbatches - 2 * stages + rank + 1),
-        *["Bd", "Wd", *up] * (behind - 1),  # all microbatches have begun
+        *["Bd", "Wd", *up] * (behind - 1),  # all microbatches have passed this rank downwards
         *["Bd", "Bu"] * rank,
         *["Bd", "Wd"] * behind,
         *["Wu"] * rank,

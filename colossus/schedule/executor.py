@@ -117,7 +117,7 @@ class _State:
     roots: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)
     #: a stage's output, until it is sent or a stage of the same rank takes it
     outputs: dict[StageMicrobatch, tuple[ValueSpec, list[Tensor]]] = field(default_factory=dict)
-    #: where the backward of a stage begins
+    #: the autograd edges from which the backward of a stage starts
     edges: dict[StageMicrobatch, list[GradientEdge]] = field(default_factory=dict)
     #: gradients of a stage's input, until they are sent or a stage of the same rank takes them
     input_gradients: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)

@@ -54,10 +54,10 @@ class Times:
 
     Attributes:
         forward: the time of a forward.
-        backward: that of a full backward.
-        backward_input: that of the dgrad of a split backward.
-        backward_weight: that of the wgrad of a split backward.
-        transfer: that of a value on the wire between two ranks.
+        backward: the time of a full backward.
+        backward_input: the time of the dgrad of a split backward.
+        backward_weight: the time of the wgrad of a split backward.
+        transfer: the time of a value on the wire between two ranks.
     """
 
     forward: float = 1.0

@@ -103,7 +103,7 @@ class SampledSoftmax(Layer):
         sparse: whether gradients of weight and bias are of the rows that were looked up.
         ignore_index: a label that is not counted.
         init: the initial values of the weight.
-        bias_init: those of the bias, by default zeros.
+        bias_init: the initial values of the bias, by default zeros.
         dtype: the dtype of weight and bias.
 
     Shape:

@@ -233,7 +233,7 @@ TABLE: dict[str, Bad] = {
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
     ),
     "tables under ZeRO": words_bad("but Zero takes dense gradients only", "zero=3"),
-    "owners and ZeRO": words_bad("zero = 3 and strategy = 'hybrid' both say", "strategy=hybrid parallel.zero=3"),
+    "owners and ZeRO": words_bad("zero = 3 and strategy = 'hybrid' both define", "strategy=hybrid parallel.zero=3"),
     "fewer rows than ranks": words_bad(
         "'embedding.weight' has 3 rows, fewer than the 4 ranks",
         "strategy.type=hybrid parallel.strategy.ways={'*':'owners'}",

@@ -65,7 +65,7 @@ class PushSum:
     Attributes:
         params: the parameters, z.
         weight: w.
-        x: where w is not 1, a buffer of ``vector`` on the device; else None.
+        x: a buffer of ``vector`` on the device; None where w is 1.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
