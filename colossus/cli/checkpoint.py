@@ -69,7 +69,7 @@ def make_parser() -> Parser:
         description="Print the differences of two checkpoints: tensors that only one has, shapes, dtypes, the largest\n"
         "difference of each tensor (absolute, and relative to its largest element), and state that is no tensor, such\n"
         "as the step. Different plans and configs are printed, but do not count as a difference; under different\n"
-        "plans the generators of ranks are not compared. Two blocks of a tensor are in memory at a time.",
+        "plans the generators of ranks are not compared. Only a block of each checkpoint is in memory at a time.",
         epilog="exit codes: 0 equal (within a tolerance), 1 damaged, 2 no checkpoint or wrong usage, 3 they differ,\n"
         "            130 stopped by Ctrl-C\n\n"
         "examples:\n  colossus checkpoint diff runs/a runs/b\n"
@@ -170,9 +170,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     importlib.import_module("torch").set_num_threads(1)  # blocks are small: more threads would wait for each other
     with open_weights(a) as one, open_weights(b) as other:
         difference: Difference = compare.diff(one, other, only=tuple(arguments.only))
-    if arguments.only and not (
-        difference.num_compared or difference.only_in_a or difference.only_in_b or difference.values
-    ):
+    matched = difference.num_compared or difference.only_in_a or difference.only_in_b or difference.values
+    if arguments.only and not matched:
         raise CheckpointError(f"--only {' '.join(arguments.only)} matches no key: `inspect --all` prints the keys")
     tolerance = arguments.tolerance, arguments.absolute
     print(printable(_report(difference, a, b, tolerance, sys.maxsize if arguments.all else _MOST_PRINTED)))

@@ -109,7 +109,7 @@ def metrics_of(name: str) -> Path:
         return path / run_folder.METRICS
     if path.is_dir():
         hint = f"; there are runs in it: {path}/*/" if any(path.glob(f"*/{run_folder.METRICS}")) else ""
-        raise ConfigError(f"{name}: no run folder: it has no {run_folder.METRICS}{hint}")
+        raise ConfigError(f"{name} is no run folder: it has no {run_folder.METRICS}{hint}")
     runs = run_folder.of_name(name) if path.name == name else []
     folder = next((run for run in runs if run_folder.has_metrics(run)), None)
     if folder is None:

@@ -71,14 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out and run_folder.has_metrics(Path(arguments.out)):
         raise ConfigError(f"--out {arguments.out}: holds the metrics of another run already; name another folder")
     first, last = arguments.warmup + 1, arguments.warmup + arguments.steps
-    launched = argparse.Namespace(
+    launch_arguments = argparse.Namespace(
         file=arguments.file,
         overrides=[*arguments.overrides, *short_run(config, first, last, arguments.ranks)],
         nproc=arguments.nproc,
         dry_run=arguments.dry_run,
         run_dir=arguments.out or str(run_folder.default_folder(f"profile-{config.name}")),
     )
-    return call("colossus.launch.command", "run", launched, "file", "overrides")
+    return call("colossus.launch.command", "run", launch_arguments, "file", "overrides")
 
 
 def short_run(config: Config, first: int, last: int, ranks: str | tuple[int, ...]) -> list[str]:

@@ -32,9 +32,9 @@ def render_strategy(config: Config) -> str:
         ConfigError: the config has no model, the model cannot be built, or the strategy refuses it.
     """
     parallel, options = config.parallel, strategy_options(config)
-    tables, dense = _parameters(config, STRATEGIES.build(parallel.data_strategy))
+    surveyed, dense = _parameters(config, STRATEGIES.build(parallel.data_strategy))
     rows = []
-    for table in tables.tables:
+    for table in surveyed.tables:
         is_hybrid = isinstance(options, HybridOptions)
         choice = choose(table, options.way_of(table.name)) if is_hybrid else Choice(table, "dense", "sent whole")
         dense_bytes, gather, owners = (
@@ -48,19 +48,19 @@ def render_strategy(config: Config) -> str:
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
     head = f"strategy    {name}{promise and f' ({promise})'}\nplan        {describe_plan(config)}"
-    return "\n\n".join([head, aligned([_HEADER, *rows], left_columns=(0, 1, 5)), *([_NOTE] if tables.tables else [])])
+    return "\n\n".join([head, aligned([_HEADER, *rows], left_columns=(0, 1, 5)), *([_NOTE] if surveyed.tables else [])])
 
 
 def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, int]]]:
     """Return the tables of the model, and (bytes on a rank, ranks that sum the gradient) of each other parameter."""
     if config.model is None:
         raise ConfigError("model: the config has none, so there are no parameters to show", config.source)
-    spec, tables, dense = config.model.spec(), Survey(), list[tuple[int, int]]()
+    spec, surveyed, dense = config.model.spec(), Survey(), list[tuple[int, int]]()
 
     def collect(model: nn.Module) -> None:
-        nonlocal tables
-        tables = survey(model, context)
-        names = {table.name for table in tables.tables}
+        nonlocal surveyed
+        surveyed = survey(model, context)
+        names = {table.name for table in surveyed.tables}
         for name, param in model.named_parameters():
             if name not in names and param.requires_grad and not isinstance(param, UninitializedParameter):
                 size = param.numel() * context.precision.params.itemsize
@@ -69,9 +69,9 @@ def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, 
     try:
         context = ParallelContext.from_config(config, connect=False)
         build(lambda: MODELS.build(spec), context, materialize=False, prepare=collect)
-        strategy.check_tables(tables)
+        strategy.check_tables(surveyed)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
-    return tables, dense
+    return surveyed, dense

@@ -86,7 +86,7 @@ def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float
     """Return the peak FLOP/s of a GPU by its name, None if no sheet has it at this precision.
 
     Args:
-        device_name: as torch reports it.
+        device_name: name that torch reports.
         precision: dtype of the operands of products, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
         tf32: whether products of fp32 run in TensorFloat-32 on devices that have it.
     """

@@ -55,7 +55,7 @@ class Hardware(ABC):
 
         Args:
             m, n, k: the dims.
-            dtype: of the factors: ``bf16``, ``fp32``, ..
+            dtype: dtype of the factors: ``bf16``, ``fp32``, ..
 
         Raises:
             ValueError: the hardware has no figure for this dtype.
@@ -69,7 +69,7 @@ class Hardware(ABC):
             heads: heads of all samples together.
             length: tokens of a sample.
             head_dim: features of a head.
-            dtype: of queries, keys and values.
+            dtype: dtype of queries, keys and values.
             backward: whether the backward is meant.
         """
 
@@ -94,7 +94,7 @@ class Hardware(ABC):
 
         Args:
             work: seconds of the operators' own work, together.
-            operators: how many they are.
+            operators: number of operators.
         """
         starting = operators * self.operator_seconds
         return max(work, starting) if self.overlaps else work + starting
@@ -130,7 +130,7 @@ class Hardware(ABC):
             ValueError: the operation is none of these, or no link joins the hosts.
         """
         if operation not in OPERATIONS:
-            raise ValueError(f"{operation!r} cannot be timed; what can is {', '.join(OPERATIONS)}")
+            raise ValueError(f"{operation!r} is no operation that can be timed; choose one of {', '.join(OPERATIONS)}")
         if ranks == 1:
             return 0.0
         within = self.on_one_host(operation, ranks, input_bytes)

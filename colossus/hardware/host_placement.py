@@ -35,8 +35,8 @@ class Placement:
     def __init__(self, grid: RankGrid, hosts: int = 1) -> None:
         if hosts < 1 or grid.world_size % hosts:
             raise ValueError(
-                f"{counted(grid.world_size, 'rank')} cannot be spread evenly over {counted(hosts, 'host')}: every host "
-                f"has as many ranks"
+                f"{counted(grid.world_size, 'rank')} cannot be spread evenly over {counted(hosts, 'host')}: choose "
+                f"hosts that divide the ranks"
             )
         self.grid, self.hosts = grid, hosts
         self.ranks_per_host = grid.world_size // hosts

@@ -255,7 +255,7 @@ def _of_dtype(tables: Mapping[str, Table], dtype: str, name: str) -> Table:
 
 def _rising(values: list[int], name: str) -> None:
     if values != sorted(set(values)):
-        raise ValueError(f"{name} do not rise: {values}")
+        raise ValueError(f"{name} must rise, got {values}")
 
 
 def _as_many(values: list[float], sizes: list[int], name: str, sizes_name: str) -> None:

@@ -158,7 +158,7 @@ def _require_exact(config: Config) -> None:
     if not STRATEGIES.build(strategy).exact:
         raise ConfigError(
             f"parallel.strategy = {strategy['type']!r} does not wait for all replicas: the time of its step depends on "
-            f"when messages arrive, and cannot be predicted; that of all_reduce, hierarchical and zero can",
+            f"when messages arrive, and cannot be predicted; choose all_reduce, hierarchical or zero",
             config.source,
         )
 
@@ -270,7 +270,7 @@ class _Composed:
         return sum(span.end - span.start for span in spans) + rank.begin + rank.end
 
     def _shared(self, busy: Sequence[float]) -> float:
-        """Return the least seconds of a step whose ranks share the cores of their host."""
+        """Return the least seconds of a step whose ranks share the cores of their host (see `Hardware.slowdown`)."""
         at_once = self.hardware.at_once
         if at_once is None:
             return 0.0

@@ -51,7 +51,7 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (Bucket, "used_by_ranks", lambda self: [float(i in self._present) for i in range(len(self.params))]),
             (RowGradients, "used_by_ranks", lambda self, flags: [float(used) for used in self._present]),
             (collectives, "_MESSAGES_BYTES", sys.maxsize),  # messages instead of a collective are for gloo only
-            (shared_memory, "_open_channel", lambda group: None),  # lists all pairs of ranks, of which there are many
+            (shared_memory, "_open_channel", lambda group: None),  # would list all pairs of ranks
             (dist, "all_gather_object", _answer_as_self),
             (dist, "broadcast_object_list", _answer_as_self),
         ):

@@ -79,8 +79,8 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankS
     kind = config.parallel.data_strategy["type"]
     if kind not in COUNTED_STRATEGIES:
         raise ConfigError(
-            f"parallel.strategy = {name_of(kind)!r}: a step can be run without other ranks for "
-            f"{', '.join(COUNTED_STRATEGIES)} only",
+            f"parallel.strategy = {name_of(kind)!r}: only a step of {', '.join(COUNTED_STRATEGIES)} can run without "
+            f"the other ranks",
             config.source,
         )
     with _errors_of(config):

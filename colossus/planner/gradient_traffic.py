@@ -140,6 +140,7 @@ class _Composer:
             options = HierarchicalOptions(**{key: value for key, value in strategy.items() if key != "type"})
             data = config.parallel.data or 1
             self._per_host = options.ranks_per_host(data) or ranks_per_host or data
+        #: whether the weights of blocks are freed within the step, and gathered again
         self._frees = axes.stage == 3 and config.parallel.tensor.weights != "step"
 
     def traffic(self, optimizer: OptimizerMemory | None) -> StepTraffic:

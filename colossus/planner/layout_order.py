@@ -32,7 +32,7 @@ def is_plain(layout: ModelLayout) -> bool:
 def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayout], float]) -> list[ModelLayout]:
     """Return the best plain layout of each mode and size of tensor parallelism and number of expert ranks.
 
-    Layouts without recomputation come before those with. Layouts of which no plan fits are left out. If no layout is
+    Layouts without recomputation come before those with. Layouts without a plan that fits are left out. If no layout is
     plain, the first ones are returned.
 
     Args:

@@ -86,7 +86,10 @@ def layouts(
 
 
 def _checkpoints(fixed: FixedKeys, options: Any) -> list[ActivationCheckpoint]:
-    """Return the types of activation checkpointing; its blocks or modules stay as in the config."""
+    """Return a section for each type of activation checkpointing; its blocks or modules stay as in the config.
+
+    A model whose own options set it has no choice.
+    """
     own = fixed.config.train.activation_checkpoint
     if getattr(options, "activation_checkpoint", "none") != "none":
         return [own]

@@ -139,6 +139,7 @@ class OptimizerMemory:
         return round(state), round(update)
 
     def _measure(self, config: Config, name: str, dtype: str) -> _ByElement:
+        """Measure an elementwise optimizer by steps of a small and a larger parameter, and of two small ones."""
         few, more = (self._step(config, name, dtype, [number]) for number in (_FEW, _MORE))
         both = self._step(config, name, dtype, [_FEW, _FEW])
         slopes = [(b - a) / (_MORE - _FEW) for a, b in zip(few, more, strict=True)]

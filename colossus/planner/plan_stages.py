@@ -33,7 +33,7 @@ def layout_key(config: Config) -> tuple[Any, ...]:
 def layout_config(config: Config) -> Config:
     """Return a config of the smallest plan with the same layout."""
     parallel = config.parallel
-    data = expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size)
+    data = expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size)  # experts need so many
     small = parallel.model_copy(
         update={
             "data": data,

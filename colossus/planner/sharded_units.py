@@ -38,7 +38,7 @@ class StoredParameter:
 
     Attributes:
         facts: facts of the parameter.
-        shape, elements: of the stored part.
+        shape, elements: shape and number of the stored elements.
         dtype: name of the stored dtype.
         rows: axes over which its rows are cut.
     """

@@ -48,7 +48,7 @@ class TracePlayer:
 
     def __init__(self, hardware: Hardware, placement: Placement, times: float = 1.0) -> None:
         self.hardware, self.placement, self._times = hardware, placement, times
-        #: by the id of a trace; the entry keeps the trace alive, so that no other gets its id
+        #: times by the id of a trace; the entry keeps the trace alive, so that no other gets its id
         self._played: dict[int, tuple[Trace, Played]] = {}
         self._seconds: dict[Event, float] = {}
 

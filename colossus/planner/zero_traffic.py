@@ -40,7 +40,7 @@ class ZeroTraffic:
 
     def __init__(self, axes: PlanAxes, *, on_cpu: bool) -> None:
         self._axes, self._on_cpu = axes, on_cpu
-        #: by the ids of the parameters' kinds: equal units have equal collectives
+        #: collectives by the ids of the parameters' kinds: equal units have equal ones
         self._flats_of: dict[tuple[int, ...], list[_Flat]] = {}
 
     def gathers(self, params: Sequence[ParameterFacts]) -> tuple[Collective, ...]:

@@ -206,7 +206,7 @@ def test_a_run_is_a_folder_a_file_or_a_name(write: Write, tmp_path: Path, monkey
     for given, problem in {
         "gtp": "gtp: no such path, and no run in runs/gtp-* has rows",
         "runs/gtp": "runs/gtp: no such path",
-        "runs": "runs: no run folder: it has no metrics.jsonl; there are runs in it: runs/*/",
+        "runs": "runs is no run folder: it has no metrics.jsonl; there are runs in it: runs/*/",
     }.items():
         with pytest.raises(ConfigError) as error:
             metrics_of(given)
