@@ -18,6 +18,7 @@ from colossus.convert.swap import Swap
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import local_shape
 from colossus.registry import MODELS
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -56,7 +57,7 @@ def render_layers(config: Config) -> str:
         saved += alone - sends
         kind = swap.became if swap is not None else type(module).__name__ + _split(module)
         weight = getattr(module, "weight", None)
-        shape = " x ".join(map(str, weight.shape)) if weight is not None else "-"
+        shape = " x ".join(map(str, local_shape(weight))) if weight is not None else "-"
         rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
         if swap is not None and swap.why:
             reasons.append((name, f"is alone: {swap.why}"))

@@ -15,6 +15,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.exact_options import HybridOptions
 from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layout.split_parameter import local_shape
 from colossus.registry import MODELS, STRATEGIES
 from colossus.sparse.choice import Choice, Survey, bytes_sent, choose
 from colossus.sparse.tables import survey
@@ -63,7 +64,7 @@ def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, 
         names = {table.name for table in surveyed.tables}
         for name, param in model.named_parameters():
             if name not in names and param.requires_grad and not isinstance(param, UninitializedParameter):
-                size = param.numel() * context.precision.params.itemsize
+                size = local_shape(param).numel() * context.precision.params.itemsize
                 dense.append((size, context.size(gradient_sum_axes(param, context))))
 
     try:

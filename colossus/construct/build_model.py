@@ -17,7 +17,7 @@ from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
 from colossus.layout.parameter_hooks import take_hooks
-from colossus.layout.split_parameter import mark_split
+from colossus.layout.split_parameter import as_shards, mark_split
 from colossus.random import GLOBAL_RNG
 
 #: torch's norms, with and without running statistics
@@ -34,6 +34,11 @@ class NamedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.full_name = ""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load what this rank holds of each parameter, as its `state_dict` gives it."""
+        with as_shards():
+            super()._load_from_state_dict(*args)
 
 
 def build(

@@ -16,6 +16,7 @@ from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
+from colossus.layout.split_parameter import local_shape
 from colossus.registry import HOOK_OPTIONS, MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
@@ -118,7 +119,7 @@ def check_model(config: Config) -> ModelInfo | None:
         raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
     except Exception:
         return ModelInfo(total, None) if total else None
-    num_local = sum(parameter.numel() for parameter in model.parameters())
+    num_local = sum(local_shape(parameter).numel() for parameter in model.parameters())
     stages = pipeline.partition.describe() if pipeline.partition is not None else []
     return ModelInfo(total, num_local, tuple(stages), tuple(rules))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -200,6 +201,13 @@ def tensors_of(nest: Iterable[Any]) -> list[Tensor]:
 
 
 # --- what is let through
+
+#: functions that tell sizes, by name: the answer for the shape of the whole tensor
+SIZES: dict[str, Callable[..., Any]] = {
+    "size": lambda shape, dim=None: shape if dim is None else shape[dim],
+    **dict.fromkeys(("numel", "nelement"), lambda shape: math.prod(shape)),
+    "__len__": lambda shape: shape[0],
+}
 
 #: their second argument, if it is a tensor, says a dtype or a device
 LIKE_FIRST = {"to", "type_as"}

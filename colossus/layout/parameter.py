@@ -93,6 +93,12 @@ class ParameterSpec:
         """The parameter as the subject of a collective; it is made once the parameter has its name."""
         return Subject([self.name or self.description])
 
+    @cached_property
+    def whole_shape(self) -> torch.Size:
+        """The shape of all logical shards, one below the other, whatever the plan."""
+        (*_, last) = shapes = [shard.shape for shard in self.shards]
+        return torch.Size((sum(shape[0] for shape in shapes), *last[1:]) if last else ())
+
     @property
     def num_elements(self) -> int:
         """Elements of all logical shards, under any plan."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
 from colossus.layout.layout import Layout
-from colossus.layout.operators import LIKE_FIRST, PASSED_ON
+from colossus.layout.operators import LIKE_FIRST, PASSED_ON, SIZES
 from colossus.layout.parameter import ParameterSpec, attach, spec_of
 from colossus.layout.parameter_hooks import guard_hooks, guarded
 from colossus.layout.part_rules import split_dims_of_result
@@ -49,9 +49,9 @@ _CALL_THE_LAYER = (
 class SplitParameter(nn.Parameter):
     """A parameter of which this rank holds a shard, or ``hidden`` (see `hide_values`).
 
-    Our layers use what the rank holds as what it is. Any other function would compute with a smaller parameter, with
-    other values on each rank, so those that want its gradient raise, and products; where its values are hidden, all
-    do that ask for more than its shape and kind.
+    Its shape and all sizes are those of the whole parameter. Our layers use what the rank holds as what it is. Any
+    other function would compute with a smaller parameter, with other values on each rank, so those that want its
+    gradient raise, and products; where its values are hidden, all do that ask for more than its shape and kind.
     """
 
     hidden: str = ""
@@ -80,6 +80,9 @@ class SplitParameter(nn.Parameter):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        tell = _SIZES.get(func)
+        if tell is not None and isinstance(args[0], SplitParameter):
+            return tell(spec_of(args[0]).whole_shape, *args[1:], **kwargs)
         if func in _ABOUT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
@@ -221,6 +224,12 @@ def _spec(part: Any) -> ParameterSpec:
     return part.spec if isinstance(part, ParameterPart) else spec_of(part)
 
 
+def local_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of what this rank holds of a parameter."""
+    with as_shards():
+        return parameter.shape
+
+
 def mark_split(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, as a `SplitParameter` if its spec says that this rank holds a shard of it."""
     if spec_of(parameter).layout.shard_axes:
@@ -257,15 +266,28 @@ def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
             f"export colossus.checkpoint.full_state_dict(model, context) has the whole of it"
         )
     return (
-        f"{spec.name or 'parameter'} ({spec.description}): {getattr(func, '__name__', func)} was called with the "
+        f"{spec.name or 'parameter'} ({spec.description}): {_name(func)} was called with the "
         f"parameter itself{of_it}, of which this rank holds {held}; the result would be wrong. {remedy}"
     )
+
+
+def _name(func: Function) -> str:
+    """Return the name of a function, or of the property of tensors that it reads."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(func, "__self__", func).__name__ if name == "__get__" else name
 
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
 
 #: of a tensor and itself, the way to its node in the graph
 _OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
+
+#: what tells sizes, which are those of the whole parameter
+_SIZES: dict[Any, Function] = {
+    getattr(Tensor, "shape").__get__: lambda shape: shape,  # noqa: B009
+    torch.numel: SIZES["numel"],
+    **{getattr(Tensor, name): tell for name, tell in SIZES.items()},
+}
 
 #: what only tells or sets something about a tensor, and what makes others of its shape or kind
 _ABOUT: set[Any] = {

@@ -33,6 +33,7 @@ from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
 from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import local_shape
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
@@ -120,7 +121,7 @@ def _profile(
         give_sizes(model, context.precision, lambda name: name not in unused)
         for name, param in model.named_parameters():
             if param.requires_grad and name not in unused:
-                param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
+                param.grad = torch.empty(local_shape(param), dtype=gradient_dtype(param))
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         profiles = run.of(runs)
         _share_gradient_axes(model, runs, blocks)

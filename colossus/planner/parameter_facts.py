@@ -23,6 +23,7 @@ from colossus.engine.routers import routers_of
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.layout.split_parameter import local_shape
 from colossus.planner.plan_axes import DATA
 from colossus.rows.row_gradient import row_source
 from colossus.schedule.bounds import Split, stage_bounds
@@ -195,7 +196,7 @@ def facts_of(
         dtypes = Dtypes.of(param, context.precision, is_product=entry is not None and entry.is_product)
         gradient = gradient_dtype(param)
         kind = ParameterKind(
-            tuple(param.shape),
+            tuple(local_shape(param)),
             tuple(stop - start for start, stop in (shard.rows for shard in spec.shards)),
             dtype_name(param.dtype),
             dtype_name(gradient),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,11 +154,4 @@ RESIZES: dict[str, Callable[[Call, Tensor, list[Segment], torch.Size], Resized]]
     **dict.fromkeys(("view", "view_as", "flatten", "ravel", "unflatten"), _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to", "repeat", "tile"), _expanded),
     "squeeze": _squeezed,
-}
-
-#: what tells sizes: name -> the answer for the shape of the whole tensor
-SIZES: dict[str, Callable[..., Any]] = {
-    "size": lambda shape, dim=None: shape if dim is None else shape[dim],
-    **dict.fromkeys(("numel", "nelement"), lambda shape: math.prod(shape)),
-    "__len__": lambda shape: shape[0],
 }

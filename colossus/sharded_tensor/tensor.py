@@ -13,12 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from colossus.error_place import located_error
-from colossus.layout.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
+from colossus.layout.operators import LIKE_FIRST, PASSED_ON, SIZES, Call, aten_name, bind, is_pointwise, tensors_of
 from colossus.sharded_tensor.met_operands import as_met, each_its_own, wants_sum
 from colossus.sharded_tensor.multi_head import multi_head_attention_forward
 from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
-from colossus.sharded_tensor.sizes import RESIZES, SIZES, resized, shape_of
+from colossus.sharded_tensor.sizes import RESIZES, resized, shape_of
 from colossus.sharded_tensor.user_backward import (
     has_made,
     note_made,

@@ -18,6 +18,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
+from colossus.layout.split_parameter import local_shape
 
 WIDTH = 1024
 NUM_LAYERS = 6
@@ -76,7 +77,7 @@ def status(key: str) -> int:
 
 def state_bytes(engine: Any) -> int:
     """Parameters and momenta of this rank."""
-    return sum(2 * param.numel() * param.element_size() for param in engine.model.parameters())
+    return sum(2 * local_shape(param).numel() * param.element_size() for param in engine.model.parameters())
 
 
 def saves(rank: int, parallel: dict[str, Any], folder: Path) -> dict[str, int]:

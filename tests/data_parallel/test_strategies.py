@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.layout.split_parameter import local_shape
 from colossus.schedule.actions import Action
 from colossus.schedule.executor import StepObserver
 
@@ -125,7 +126,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     class Watch(StepObserver):
         def after_action(self, action: Action, began: float, ended: float) -> None:
             blocks = engine.model.blocks
-            gathered.append(sum(block.up.weight.shape[0] == 5 for block in blocks))
+            gathered.append(sum(local_shape(block.up.weight)[0] == 5 for block in blocks))
 
     engine.observers.append(Watch())
     size, index = engine.context.size("data"), engine.context.index("data")

@@ -21,6 +21,7 @@ from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.data_parallel.zero.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import local_shape
 
 STAGES = (1, 2, 3)
 
@@ -91,9 +92,10 @@ def _counted(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[tu
         kinds = [("all_gather", "shard"), ("reduce_scatter", "shard"), ("all_reduce", "replicate")]
         kinds += [(operation, axes.replace("shard", "data")) for operation, axes in kinds[:2]]
         found[key] = {kind: (moved.calls(kind[1], kind[0]), moved.bytes(kind[1], kind[0])) for kind in kinds}
-        found[key]["rows"] = sum(param.numel() for param in engine.store.parameters()), len(engine.store.parameters())
+        stored = engine.store.parameters()
+        found[key]["rows"] = sum(local_shape(param).numel() for param in stored), len(stored)
         root = engine.store.blocks[0].params
-        found[key]["root"] = sum(engine.store.stored(param).numel() for param in root), len(root)
+        found[key]["root"] = sum(local_shape(engine.store.stored(param)).numel() for param in root), len(root)
         engine.close()
     return found
 

@@ -15,6 +15,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layout.parameter import logical_parameters
 from colossus.layout.redistribute import gather
+from colossus.layout.split_parameter import local_shape
 
 ROWS, SMALL, RARE, DIM, HIDDEN, CLASSES, SAMPLES, LENGTH = 37, 2, 11, 6, 8, 5, 12, 3
 STEPS = 4
@@ -134,7 +135,7 @@ def gathered_state(engine: Any) -> dict[str, dict[str, Tensor]]:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 of_param[key] = torch.as_tensor(float(value))
                 continue
-            by_row = value.shape != logical.parameter.shape
+            by_row = value.shape != local_shape(logical.parameter)
             layout = replace(logical.layout, dims=(logical.layout.dims[0], ())) if by_row else logical.layout
             shape = (logical.shape[0], 1) if by_row else logical.shape
             of_param[key] = gather(logical.local(value), layout, shape, engine.context, logical.intervals)

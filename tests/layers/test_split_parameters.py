@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.split_parameter import ParameterPart, as_shards
+from colossus.layout.split_parameter import ParameterPart, as_shards, local_shape
 
 WORDS, HIDDEN, TOKENS = 24, 12, 4
 
@@ -104,7 +104,8 @@ def test_what_only_looks_at_it_or_changes_it_works() -> None:
         with as_shards():
             assert torch.equal(weight, plain * 2.0)
         weight.data.fill_(1.0)
-        assert weight.shape == weight.size() == (12, HIDDEN)
+        assert weight.shape == weight.size() == (WORDS, HIDDEN)
+        assert local_shape(weight) == (12, HIDDEN)
         assert weight.requires_grad
         assert weight.is_leaf
         copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(weight))
@@ -117,6 +118,30 @@ def test_what_only_looks_at_it_or_changes_it_works() -> None:
         net.load_state_dict(pickle.loads(pickle.dumps(net.state_dict())))
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d", "3d"])
+def test_sizes_are_those_of_the_whole(mode: str) -> None:
+    """What a model reads of its weights, and a count of parameters for a log."""
+
+    class Fused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = layers.Linear(HIDDEN, {"gate": 24, "value": 12}, split="column")
+
+    def body(context: ParallelContext) -> dict[str, tuple[int, ...]]:
+        net = colossus.build(Fused, context)
+        for param in net.parameters():
+            assert param.numel() == torch.numel(param) == param.nelement() == param.shape.numel()
+            assert (param.size(0), len(param)) == (param.shape[0],) * 2
+        return {name: tuple(param.shape) for name, param in net.named_parameters()}
+
+    assert all(shapes == {
+        "ids.weight": (WORDS, HIDDEN),
+        **{f"{name}.weight": (24, HIDDEN) for name in ("up", "frozen")},
+        **{f"{name}.bias": (24,) for name in ("up", "frozen")},
+        "norm.weight": (HIDDEN,), "norm.bias": (HIDDEN,), "pair.weight": (36, HIDDEN), "pair.bias": (36,),
+    } for shapes in MODES[mode].run(body))  # fmt: skip
 
 
 def test_a_whole_parameter_is_a_plain_one() -> None:

@@ -13,7 +13,8 @@ from helpers.user_models.table import PLANS, Run, fill, twins
 #: what runs by default: each of another kind
 SOME = ("gated", "rows_by_mask", "two_inputs", "tied_by_hand", "written_in_place", "norm_inside_of_a_pair",
         "transformer_of_pairs", "masked_attention", "vision_transformer", "weight_norm", "gradient_hooks",
-        "generator_in_constructor", "checkpointed_reentrant")  # fmt: skip
+        "generator_in_constructor", "checkpointed_reentrant", "number_of_heads_model",
+        "sizes_of_weights_model")  # fmt: skip
 
 
 @cache
