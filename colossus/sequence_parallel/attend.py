@@ -65,7 +65,7 @@ def attend(
 
 
 def _to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """From s tokens of all heads to all U s tokens of the group, for 1 / U of the heads.
+    """Exchange s tokens of all heads for all U s tokens of the group, for 1 / U of the heads.
 
     Shape:
         q [batch, heads, s, head_dim] -> [batch, heads / U, U s, head_dim]; k and v the same with kv_heads. Tokens are

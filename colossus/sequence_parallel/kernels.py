@@ -58,7 +58,9 @@ def attention_tiles(
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
 ) -> Iterator[AttentionTile]:
-    """What to compute of one block. Every query sees itself, in a tile of the block of its own rank's keys.
+    """Yield the tiles of one block that are computed.
+
+    Every query sees itself, in a tile of the block of its own rank's keys.
 
     Args:
         num_tokens: queries, and keys, of the block: the tokens of one rank.
@@ -100,7 +102,7 @@ def _tiles_of_one_document(num_tokens: int, query_rank: int, key_rank: int, caus
 
 
 def _ranges(num_tokens: int, ring: int, rank: int, size: int) -> list[tuple[slice, int]]:
-    """A rank's tokens, cut into ranges of at most ``size``: their rows, and where in the sequence they begin."""
+    """Return a rank's tokens in ranges of at most ``size``: (rows, position of the first in the sequence)."""
     chunk, chunks = (num_tokens // 2, (rank, 2 * ring - 1 - rank)) if ring > 1 else (num_tokens, (0,))
     return [
         (slice(place * chunk + start, place * chunk + min(start + size, chunk)), number * chunk + start)
@@ -110,12 +112,12 @@ def _ranges(num_tokens: int, ring: int, rank: int, size: int) -> list[tuple[slic
 
 
 def can_be_read(documents: Tensor) -> bool:
-    """Whether the host knows these numbers without waiting for a device."""
+    """Return whether the host can read these numbers without waiting for a device."""
     return documents.device.type == "cpu"
 
 
 def _is_one_document(documents: Tensor, key_documents: Tensor) -> bool:
-    """Whether in every sample all these tokens belong to one document."""
+    """Return whether in every sample all these tokens belong to one document."""
     first = documents[:, :1]
     return torch.equal(documents, first.expand_as(documents)) and torch.equal(key_documents, first.expand_as(documents))
 
@@ -170,7 +172,7 @@ def block_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of dq that comes from these keys, and of dk and dv that comes from these queries.
+    """Return the share of dq that comes from these keys, and of dk and dv that comes from these queries.
 
     Args:
         dout, out, lse: of the attention of these queries to *all* their keys, shapes as `block_forward` returns them.
@@ -205,7 +207,7 @@ def block_backward(
 
 
 def _kernel(q: Tensor, mask: Tensor | None) -> str:
-    """The fastest kernel for this device, dtype, head size and mask."""
+    """Return the name of the fastest kernel for this device, dtype, head size and mask."""
     head_dim = q.shape[-1]
     if q.device.type == "cpu" and q.is_floating_point():
         return "cpu"
@@ -252,12 +254,12 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
 
 
 def _masked_score(dtype: torch.dtype) -> float:
-    """The score of a key that is masked out. Finite, so that a query without any key gives no NaN."""
+    """Return the score of a masked key: finite, so that a query without any key gives no NaN."""
     return torch.finfo(dtype).min / 4
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as it is added to the scores."""
+    """Return what is added to the scores: 0 for a key that is seen, `_masked_score` for others."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _masked_score(dtype))
@@ -273,12 +275,12 @@ def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _with_dense_rows(*tensors: Tensor) -> list[Tensor]:
-    """The kernels read the elements of a head as contiguous memory."""
+    """Return tensors whose heads are contiguous in memory, as the kernels read them."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
-    """One key head for every query head."""
+    """Repeat key heads until there is one for every query head."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 

@@ -30,7 +30,7 @@ def zigzag_order(num_tokens: int, ring: int) -> list[int]:
 
 
 def length_multiple(ring: int, ulysses: int) -> int:
-    """The number that the length of a sequence must be a multiple of."""
+    """Return the number of which the length of a sequence must be a multiple."""
     return math.lcm(2 * ring, ring * ulysses) if ring > 1 else ulysses
 
 

@@ -49,7 +49,9 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """The autograd core. On each of R ranks, with K and V the keys and values of all ranks, concatenated:
+    """The autograd function of ring attention.
+
+    On each of R ranks, with K and V the keys and values of all ranks, concatenated:
 
         forward     out = softmax(scale q K^T) V             k, v: all-gather, a block at a time
         backward    dq = sum of the blocks' shares           stays where q is
@@ -95,7 +97,7 @@ class _RingAttention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
+    """Return the output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
 
     One operation for torch: selective checkpointing can keep its results as a whole, and what happens inside, such as
     the merging in place, is not recorded.
@@ -139,7 +141,7 @@ def _backward(
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """A function of its own: what it has computed is freed before the next tile."""
+        """Add the gradients of a tile; its intermediates are freed before the next one."""
         rows, columns = tile.queries, tile.keys
         grads = block_backward(
             dout[:, :, rows],
@@ -229,13 +231,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What `_forward` gives, without values."""
+    """Return tensors of the shapes of `_forward`, for a trace without values."""
     out = _wide_zeros(q)
     return out.to(q.dtype), torch.full_like(out[..., 0], 0)
 
 
 def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """What `_backward` gives, without values."""
+    """Return tensors of the shapes of `_backward`, for a trace without values."""
     return tuple(_wide_zeros(x).to(x.dtype) for x in (q, k, v))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are split over the ranks of the sequence axis."""
+"""The split of a sequence's tokens over the ranks of the sequence axis."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class SequenceSplit:
         return self._context.group(self.mode.ulysses)
 
     def padded_length(self, num_tokens: int) -> int:
-        """The smallest length from ``num_tokens`` on that divides."""
+        """Return the smallest length from ``num_tokens`` on that divides."""
         return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
 
     def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
-        """Position in the sequence of each token of one shard, [num_local]: the same object for the same shard.
+        """Return the position in the sequence of each token of one shard, [num_local]; one object for each shard.
 
         Args:
             num_local: tokens of a shard.
@@ -71,7 +71,7 @@ class SequenceSplit:
         return torch.cat([self.positions(num_local, index, count, device) for index in range(count)]).argsort()
 
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of sequences, which must divide: [.., tokens, ..] -> [.., tokens / num_shards, ..]."""
+        """Return this rank's tokens of sequences that divide: [.., tokens, ..] -> [.., tokens / num_shards, ..]."""
         num_tokens = x.shape[dim]
         require_divisible(num_tokens, self._ring_size, self._ulysses_size)
         index = self._context.index(self.axes)

@@ -72,7 +72,7 @@ def wants_sum(x: Tensor) -> bool:
 
 
 def _summed_gradient(x: Tensor, placement: Placement) -> Tensor:
-    """A plain tensor whose gradient is summed over the ranks that split what it meets."""
+    """Return a plain tensor with its gradient summed over the ranks that split what it meets."""
     if not placement.split_axes or not wants_sum(x):
         return x
     return conjugate(x, "identity", "sum", placement.parallel.context.group(placement.split_axes))

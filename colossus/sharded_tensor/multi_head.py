@@ -77,8 +77,11 @@ def multi_head_attention_forward(
 
 
 def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, num_heads: int) -> Tensor | None:
-    """Return what is added to the scores: [tokens, others] or [batch, heads, tokens, others], or [batch, 1, 1, others];
-    or both."""
+    """Return the sum of the masks, which is added to the scores.
+
+    Shape:
+        [tokens, others], [batch, heads, tokens, others] or [batch, 1, 1, others].
+    """
     mask = None if attn_mask is None else _added(attn_mask, q)
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, num_heads))

@@ -1,4 +1,4 @@
-"""How a tensor is split: over which axes, in which of its dims, and where these are after a function."""
+"""The placement of a split tensor: over which axes, and in which of its dims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Window = tuple[int, int, int]
 
 
 class Place(NamedTuple):
-    """Where a split dim is. Flattened with others, it is the middle of ``before`` x the dim x ``after``.
+    """The position of a split dim.
+
+    Flattened with others, it is the middle of ``before`` x the dim x ``after``.
 
     Attributes:
         dim: from the left; negative from the right, in the answer of a rule that need not know the number of dims.
@@ -56,18 +58,18 @@ class MixesPartsError(Exception):
 
 
 def as_dims(dims: Any) -> tuple[Any, ...] | None:
-    """Dims that were given as one, as several, or not at all: then all are meant."""
+    """Return dims as a tuple; None where a function takes all of them."""
     if dims is None or isinstance(dims, bool) or (isinstance(dims, (tuple, list)) and not dims):
         return None
     return tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
 
 
 def avoid(place: Place, ndim: int, dims: Any, does: str) -> Place:
-    """``place``, which must not be among ``dims`` (None: all)."""
-    found = as_dims(dims)
-    if found is None:
+    """Return ``place``; raise MixesPartsError where it is among ``dims`` (None: all)."""
+    named = as_dims(dims)
+    if named is None:
         raise MixesPartsError(f"{does} all dims at once")
-    for dim in found:
+    for dim in named:
         if not isinstance(dim, int):
             raise MixesPartsError(f"{does} {dim!r}, which is not known to leave the split dim alone")
         if dim % ndim == place.dim:
@@ -76,7 +78,7 @@ def avoid(place: Place, ndim: int, dims: Any, does: str) -> Place:
 
 
 def without(place: Place, ndim: int, dims: Any) -> Place:
-    """The place once other dims are gone."""
+    """Return the place once other dims are gone."""
     gone = {dim % ndim for dim in as_dims(dims) or ()}
     return place.at(place.dim - sum(dim < place.dim for dim in gone))
 
@@ -86,14 +88,14 @@ ROLES = ("batch", "sequence", "tokens", "features")
 
 
 class HasNumTokens(Protocol):
-    """What says the length of sequences without padding: `colossus.layers.model_parallel.BatchInfo`."""
+    """An object with the length of sequences without padding: `colossus.layers.model_parallel.BatchInfo`."""
 
     @property
     def num_tokens(self) -> int | None: ...
 
 
 class HasRegions(Protocol):
-    """What knows a model's context and regions: `colossus.layers.model_parallel.ModelParallel`."""
+    """An object with a model's context and regions: `colossus.layers.model_parallel.ModelParallel`."""
 
     @property
     def context(self) -> ParallelContext: ...
@@ -136,7 +138,7 @@ class Placement:
         sequence: Place | None = None,
         num_features: int | None = None,
     ) -> Placement:
-        """Batch in dim 0, tokens in dim -2, features in the last, as `Activation.at` has them.
+        """Return the placement with batch in dim 0, tokens in dim -2 and features last, as in `Activation.at`.
 
         Args:
             sequence: where the tensor has a sequence rank's part of the tokens; None where it has none.
@@ -154,7 +156,7 @@ class Placement:
         return cls(parallel, activation, return_layout, tuple(places), num_features, ndim)
 
     def moved(self, activation: Activation, ndim: int, num_features: int | None = None) -> Placement:
-        """Of what a layer makes of this: laid out as ``activation``, of the same tokens, to the same layout back."""
+        """Return the placement of a layer's output, laid out as ``activation``, with this return layout."""
         sequence = self.place("sequence")
         return Placement.standard(self.parallel, activation, self.return_layout, ndim, sequence, num_features)
 
@@ -200,12 +202,12 @@ class Placement:
         return torch.Size(sizes)
 
     def is_standard(self, ndim: int) -> bool:
-        """Whether layers may take the tensor for one laid out as ``activation.at(ndim)``."""
+        """Return whether layers may take the tensor for one laid out as ``activation.at(ndim)``."""
         return self.standard_ndim == ndim or self.places == self.moved(self.activation, ndim).places
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is in the whole region: split as plain tensors are, but for the tokens of a sequence."""
+        """Return whether it is in the whole region: split as plain tensors are, but for the tokens of a sequence."""
         return all(role == "sequence" for role, _ in self.places)
 
     @property

@@ -129,19 +129,23 @@ def einsum(at: At, call: Call) -> Place | None:
     equation, *operands = call.get("args")
     if not isinstance(equation, str):
         raise MixesPartsError("is understood with an equation only: einsum('bth,hk->btk', x, w)")
-    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
+    operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    inputs, arrow, right = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
     if not arrow:
-        letters = left.replace(",", "").replace("...", "")
-        right = "..." * ("..." in left) + "".join(sorted(each for each in set(letters) if letters.count(each) == 1))
-    labels = [_labels(term, x.dim()) for term, x in zip(terms, given, strict=True)]
-    split = [(each[place.dim], place, x) for each, x in zip(labels, given, strict=True) if (place := at(x))]
-    dots = max((sum(isinstance(each, int) for each in term) for term in labels), default=0)
+        letters = inputs.replace(",", "").replace("...", "")
+        right = "..." * ("..." in inputs) + "".join(
+            sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        )
+    labels = [_labels(term, x.dim()) for term, x in zip(terms, operands, strict=True)]
+    split = [(term[place.dim], place, x) for term, x in zip(labels, operands, strict=True) if (place := at(x))]
+    dots = max((sum(isinstance(label, int) for label in term) for term in labels), default=0)
     out = _labels(right, len(right.replace("...", "")) + dots * ("..." in right))
     letter, place, first = next((entry for entry in split if entry[0] in out), split[0])
     if not at.parts and letter not in out:
-        if all(at(x) == place.at(each.index(letter)) for each, x in zip(labels, given, strict=True) if letter in each):
+        if all(
+            at(x) == place.at(term.index(letter)) for term, x in zip(labels, operands, strict=True) if letter in term
+        ):
             at.instead = lambda call: over_ranks(torch.einsum(*call.get("args")), at.parallel)
         else:
             for _, _, x in split:
@@ -152,18 +156,18 @@ def einsum(at: At, call: Call) -> Place | None:
             if at.parts:
                 raise MixesPartsError("multiplies all of the split dim with all of it")
             at.gather(x)
-    for each, x in zip(labels, given, strict=True):
-        if each.count(letter) > 1:
+    for term, x in zip(labels, operands, strict=True):
+        if term.count(letter) > 1:
             raise MixesPartsError("takes a diagonal of the split dim")
-        if at(x) is None and letter in each:
-            at.meet(x, each.index(letter) - len(each), place, at.whole(first))
+        if at(x) is None and letter in term:
+            at.meet(x, term.index(letter) - len(term), place, at.whole(first))
     if letter not in out:
         raise MixesPartsError("sums over the split dim")
     return place.at(out.index(letter))
 
 
 def _labels(term: str, ndim: int) -> list[str | int]:
-    """The letters of a term's dims; those of its dots count from the right, from 1 on."""
+    """Return the letters of a term's dims; those of its dots count from the right, from 1 on."""
     before, dots, after = term.partition("...")
     count = ndim - len(before) - len(after) if dots else 0
     return [*before, *range(count, 0, -1), *after]

@@ -17,13 +17,13 @@ from colossus.sharded_tensor.token_collectives import own_tokens, whole_tokens
 
 
 def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
-    """A plain tensor in the whole region, marked as a sequence rank's part of the tokens; as it is where it is none."""
+    """Mark a plain tensor of the whole region as a sequence rank's part of the tokens, unless ``place`` is None."""
     whole = parallel.regions.whole
     return x if place is None else mark(x, Placement(parallel, whole, whole, (("sequence", place),)))
 
 
 def sequence_place(x: Any) -> Place | None:
-    """Where a tensor has a sequence rank's part of the tokens."""
+    """Return the dim in which a tensor has a sequence rank's part of the tokens, or None."""
     return x.placement.place("sequence") if isinstance(x, ShardedTensor) else None
 
 
@@ -40,9 +40,9 @@ def as_aligned(x: Tensor, target: Place | None, parallel: HasRegions) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """The rank's part of a tensor as a plain one, for code that takes care itself that it has some tokens only.
+    """Return the rank's part of a tensor as a plain one, for code that handles a part of the tokens itself.
 
-    Nothing is refused any more of what is done with it. A tensor without a sequence rank's tokens is returned as it is.
+    No function refuses the result. A tensor without a sequence rank's tokens is returned as it is.
 
     Shape:
         [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
@@ -58,7 +58,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def to_whole(x: Tensor) -> Tensor:
-    """The activation in the whole layout: all features on every rank, gradient complete.
+    """Return the activation in the whole layout: all features on every rank, gradient complete.
 
     Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `ShardedTensor`).
     """
@@ -68,7 +68,11 @@ def to_whole(x: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
-    """An activation laid out as ``target``, which is the layout to come back to; ``parallel`` is of a plain tensor."""
+    """Move an activation to the layout ``target``, which becomes its return layout.
+
+    Args:
+        parallel: of the model, for a plain tensor, which does not know it.
+    """
     if isinstance(x, ShardedTensor):
         parallel = x.placement.parallel
     assert parallel is not None
@@ -80,12 +84,12 @@ def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> 
     if num_features is not None and not target.features:
         out, num_features = out[..., :num_features], None
     sequence = placement.place("sequence")
-    found = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
-    return mark(out, found) if found.places else out
+    placed = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
+    return mark(out, placed) if placed.places else out
 
 
 def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
-    """A plain local tensor moved between two activation layouts, with the conjugate moves for its gradient."""
+    """Move a plain local tensor between two activation layouts, with the conjugate moves for its gradient."""
     if source == target:
         return x
     context = parallel.context
@@ -102,7 +106,7 @@ def require_sequences(x: Tensor) -> None:
 
 
 def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tensor, Placement]:
-    """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
+    """Return the plain local tensor for a layer, and its placement; a plain tensor is in the whole layout.
 
     Raises:
         ValueError: when what is split is not in the dims in which layers take it: no tokens in the last

@@ -17,7 +17,7 @@ from colossus.sharded_tensor.view_rules import At, Rule, aligned, place_of
 
 
 def _along(does: str = "works along", default: Any = None, *, is_gone: bool = False) -> Rule:
-    """Of functions along the dims of one argument, which are gone then, without ``keepdim``, or stay."""
+    """Return the rule of functions along dims of one argument, which are gone after (unless ``keepdim``) or stay."""
 
     def rule(at: At, call: Call) -> Place:
         x, dims = call.get("self"), call.get("dim", default=default)
@@ -49,8 +49,8 @@ def _joined(at: At, call: Call) -> Place:
 def _stacked(at: At, call: Call) -> Place:
     tensors = call.get("tensors")
     place, ndim = aligned(at, tensors), tensors[0].dim()
-    left = place.dim + ndim
-    return place.at(left + 1 if call.get("dim", default=0) % (ndim + 1) <= left else left)
+    dim = place.dim + ndim
+    return place.at(dim + 1 if call.get("dim", default=0) % (ndim + 1) <= dim else dim)
 
 
 def _normalized(at: At, call: Call) -> Place:
@@ -135,11 +135,11 @@ RANDOM = {
 
 def refusal(name: str, error: MixesPartsError, x: Any) -> str:
     spoken = _SPOKEN.get(name, name)
-    given = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
+    words = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
     if not x.placement.is_whole:
-        return f"{given} Call colossus.layers.to_whole(x) before it.{_HINTS.get(name, '')}"
+        return f"{words} Call colossus.layers.to_whole(x) before it.{_HINTS.get(name, '')}"
     return (
-        f"{given} parallel.sequence splits dim 1 of a batch, its tokens; what is computed of all of them is listed in "
+        f"{words} parallel.sequence splits dim 1 of a batch, its tokens; what is computed of all of them is listed in "
         f"docs/sequence-parallelism.md, attention, sums and means among it; colossus.layers.local(x) gives the rank's "
         f"part as a plain tensor, for code that takes care of it itself"
     )

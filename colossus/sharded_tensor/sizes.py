@@ -96,8 +96,10 @@ def _target(segment: Segment, inner: int, whole: Sequence[int], sizes: Sequence[
 
 
 def _scaled(segment: Segment, segments: list[Segment], *, to_local: bool) -> Place:
-    """Return a place with ``before`` and ``after`` of this rank in those of the whole tensor, or the other way: other
-    split dims may be flattened with it."""
+    """Return a place with ``before`` and ``after`` counted on this rank (``to_local``) or in the whole tensor.
+
+    They differ where other split dims are flattened with it.
+    """
     place = segment.place
     before, after = place.before, place.after
     for other in segments:

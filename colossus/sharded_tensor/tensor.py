@@ -32,8 +32,10 @@ _WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class ShardedTensor(Tensor):
-    """A rank's part of a tensor that ranks share: of the tokens under ``parallel.sequence``, and of features, heads,
-    tokens or samples between blocks and inside of a column/row pair.
+    """A rank's part of a tensor that ranks share.
+
+    It has a part of the tokens under ``parallel.sequence``, and of features, heads, tokens or samples between blocks
+    and inside of a column/row pair.
 
     Its data are the rank's. Its ``shape`` and all sizes are those of the whole tensor, with the samples of a data rank.
     What works on each part by itself keeps it: element-by-element functions, views, products and reductions along dims
@@ -69,7 +71,7 @@ class ShardedTensor(Tensor):
                 split_gradients_of_made(mark)
             if name in PASSED_ON or (name in LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
                 return func(*args, **kwargs)
-            if len(types) > 1 and any(each not in _WHOLE and not issubclass(each, ShardedTensor) for each in types):
+            if len(types) > 1 and any(kind not in _WHOLE and not issubclass(kind, ShardedTensor) for kind in types):
                 return NotImplemented  # a parameter that is split knows better what it may meet
             if name == "register_hook":
                 return func(args[0], split_hook(args[1], args[0].placement, mark))
@@ -92,8 +94,8 @@ class ShardedTensor(Tensor):
         if placement is None:
             return out
         if isinstance(out, (tuple, list)):
-            for each in out:
-                _mark(each, placement)
+            for x in out:
+                _mark(x, placement)
             return out
         return _mark(out, placement)
 
@@ -106,8 +108,10 @@ class ShardedTensor(Tensor):
 
 
 def wrap(x: Tensor, placement: Placement | None) -> Tensor:
-    """What a layer has computed, marked in place with how it is split; plain where nothing is. An alias, as of `mark`,
-    would be an operation more in forward and in backward."""
+    """Mark what a layer has computed, in place, with its placement; leave it plain where no dim is split.
+
+    An alias, as `mark` makes one, would be one more operation in forward and in backward.
+    """
     if placement is None or (not placement.places and placement.activation == placement.parallel.regions.whole):
         return x
     if torch.compiler.is_compiling():
@@ -118,14 +122,14 @@ def wrap(x: Tensor, placement: Placement | None) -> Tensor:
 
 
 def mark(x: Tensor, placement: Placement) -> Tensor:
-    """A tensor that others hold too, as a tensor of its own that has this placement."""
+    """Return an alias of a tensor that has this placement."""
     out = x.as_subclass(ShardedTensor)
     out.placement = placement
     return out
 
 
 def plain(x: Tensor) -> Tensor:
-    """A rank's part as a plain tensor, however it is split."""
+    """Return a rank's part as a plain tensor, however it is split."""
     if not isinstance(x, ShardedTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -137,7 +141,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def plain_of_graph(x: Tensor) -> Tensor:
-    """`plain`, at which a compiler ends its graph: the next one gets a plain tensor, since none can get one of ours."""
+    """Return `plain(x)`; a compiler ends its graph here, since the next graph cannot take a `ShardedTensor`."""
     if not isinstance(x, ShardedTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -148,7 +152,7 @@ def plain_of_graph(x: Tensor) -> Tensor:
 
 
 def _common_placement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
-    """Of an element-by-element function whose tensors are all placed alike, as most are; else None."""
+    """Return the placement that all tensors of an element-by-element function share, or None."""
     if kwargs:
         return None
     placement, ndim = None, -1
@@ -230,7 +234,7 @@ def _followed(
 
 
 def _base(operands: list[ShardedTensor]) -> Placement:
-    """The placement that says axes and regions; operands whose features, tokens or samples are split must agree."""
+    """Return the placement whose axes and regions the result has; split operands must agree in them."""
     split = [x.placement for x in operands if not x.placement.is_whole]
     for other in split[1:]:
         if other.activation != split[0].activation:
@@ -271,7 +275,7 @@ def _ruled(call: Call, at: At) -> Place | None:
 
 
 def _mark(x: Any, placement: Placement) -> Any:
-    """What a function gave, marked in place: a view of it would cost an operation, in backward, too."""
+    """Mark a result in place: a view of it would cost an operation, in backward, too."""
     if isinstance(x, Tensor):
         if any(place.dim < 0 for _, place in placement.places):
             ndim = _ndim(x)
@@ -295,7 +299,7 @@ def _plain(nest: Any) -> Any:
 
 
 def _as_gradient(x: ShardedTensor) -> Any:
-    """What backward starts from: the edge of a tensor in the graph, or a gradient as a plain local tensor."""
+    """Return an argument of backward: the edge of a tensor in the graph, or a gradient as a plain local tensor."""
     return get_gradient_edge(x) if x.requires_grad else plain(x)
 
 

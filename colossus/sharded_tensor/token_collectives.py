@@ -226,7 +226,7 @@ def over_ranks(x: Tensor, parallel: HasRegions) -> Tensor:
 
 
 def _by_rank(x: Tensor, parallel: HasRegions) -> Tensor:
-    """[..] -> [ranks, ..]"""
+    """Gather a tensor from the sequence ranks: [..] -> [ranks, ..]."""
     group = parallel.context.group(_sequence(parallel).axes)
     return conjugate(x.unsqueeze(0).contiguous(), "gather", "reduce_scatter", group, 0)
 

@@ -40,8 +40,10 @@ def split_hook(
 
 
 def note_made(out: Any) -> None:
-    """Note what is split and is computed of what has a graph, but has none: the forward of an autograd function may
-    return it, and then it gets one."""
+    """Note split tensors that were computed without a graph from tensors that have one.
+
+    The forward of an autograd function may return one of them, which then gets a graph.
+    """
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
         made = [weakref.ref(x) for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
         alive = [ref for ref in getattr(_thread, "made", ()) if ref() is not None]

@@ -1,4 +1,4 @@
-"""Where the operands of a function have a split dim; rules of permutations and indices.
+"""The split dim of a function's operands (`At`), and the rules of permutations and indices.
 
 See `colossus.sharded_tensor.rules`.
 """
@@ -27,7 +27,7 @@ from colossus.sharded_tensor.user_backward import runs_user_backward
 
 
 class At:
-    """Where operands have the split dim of one role, and what a rule asks for.
+    """The split dim of one role in the operands of a call, and the requests of its rule.
 
     Attributes:
         parts: whether ranks hold contiguous parts of the dim, which may be cut into groups: not of a sequence, whose
