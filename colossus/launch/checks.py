@@ -16,7 +16,6 @@ from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
-from colossus.layout.split_parameter import local_shape
 from colossus.registry import HOOK_OPTIONS, MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
@@ -81,6 +80,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.engine.optimizers import require_options
     from colossus.engine.parameter_groups import make_groups
     from colossus.layout.parameter import num_parameters
+    from colossus.layout.split_parameter import local_shape
     from colossus.schedule.pipeline import PipelineRuntime
     from colossus.sparse.table_optimizers import require_optimizer_of_tables
     from colossus.sparse.tables import survey

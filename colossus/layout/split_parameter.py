@@ -182,21 +182,17 @@ def _handed_out(getter: Function, x: Any) -> Any:
 def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
     """Call a function with parts among its arguments, if it is right on each part by itself."""
     name = getattr(func, "__name__", "")
-    # what runs without gradients, and as an operator or with an output, is a compiled graph: its layers were checked
-    # when they were traced
+    # an operator, or a call with an output and no gradients, is of a compiled graph, whose layers were checked before
     is_of_graph = isinstance(func, OpOverload) or (kwargs.get("out") is not None and not torch.is_grad_enabled())
     if name in PASSED_ON:
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
     if name == "__get__":  # of a property that is no tensor, as a compiler asks for
-        told = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-        if not isinstance(told, Tensor):
-            return told
+        value = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
     is_sent = str(getattr(func, "__module__", "")).startswith("torch.distributed.")  # by hand, among ranks with parts
-    if (
-        is_of_graph
-        or is_sent
-        or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_FOREACH_REDUCTIONS))
-    ):
+    is_of_list = name.startswith(("_foreach_", "_fused_")) and not name.startswith(_FOREACH_REDUCTIONS)
+    if is_of_graph or is_sent or is_of_list:
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, SplitParameter | ParameterPart)]
     if name in LIKE_FIRST and len(args) > 1 and args[1] is parts[-1]:  # it says a device and a dtype
@@ -259,7 +255,7 @@ def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
     remedy = _CALL_THE_BLOCK if spec.layout.stored or held == FREED else _CALL_THE_LAYER
     of_it = "" if isinstance(parameter, SplitParameter) else ", its gradient or what is computed of them"
     if held == OWNED:
-        held = f"the {parameter.shape[0]} of {spec.shards[0].shape[0]} rows that it owns"
+        held = f"the {local_shape(parameter)[0]} of {spec.shards[0].shape[0]} rows that it owns"
         remedy = (
             f"Look rows up by their ids, in the model itself (a copy of it finds none); or let every rank hold the "
             f"whole table, with parallel.strategy.ways = {{{spec.name!r}: 'gather'}} (or 'dense'). For a log or an "
