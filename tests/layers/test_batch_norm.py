@@ -15,7 +15,7 @@ from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, 
 from torch import Tensor, nn
 
 import colossus
-from colossus import layers
+from colossus import layers, torch_versions
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
@@ -39,6 +39,8 @@ LAYERS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "without a bias": ("BatchNorm1d", (5,), dict(bias=False)),
     "not tracked": ("BatchNorm2d", (3, 3, 3), dict(track_running_stats=False)),
 }
+if not torch_versions.batch_norm_has_bias:
+    del LAYERS["without a bias"]
 
 
 def passes(norm: nn.Module, xs: list[Tensor], dys: list[Tensor]) -> list[Tensor]:
