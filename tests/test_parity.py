@@ -10,29 +10,26 @@ from helpers import features
 from helpers.features import ARRAY, FACTORS, Row
 from helpers.laws import FP32, FP64, TrainingRanks, assert_parity
 from helpers.long import but, long
+from helpers.plans import plans
 from helpers.training import SIZES, Trace, assert_is_plain_torch, assert_same_run, config_of, run_plan, shared_run
 from helpers.twins import PlainGPT
 
 #: in float64 a few steps tell as much as many
 STEPS, FEW_STEPS = 20, 3
 
-#: name -> ranks, plan, more of the config: levels that the covering array has not, and plain combinations
-PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "tensor4": (4, dict(tensor=4), {}),
-    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), {}),
-    "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
-    "pipeline2_data2_tensor2": (
-        8, dict(pipeline=2, data=2, tensor=2), dict(schedule=dict(type="1f1b", microbatches=4)),
-    ),
-    "tensor_outside": (4, dict(data=2, tensor=2, rank_order=("tensor", "pipeline", "data", "sequence")), {}),
-    "small_buckets": (4, dict(data=2, tensor=2), dict(comm=dict(bucket_mb=0.002))),
-    "gpipe": (2, dict(pipeline=2), dict(schedule=dict(type="gpipe", microbatches=2))),
-    "hybrid": (4, dict(sequence=dict(size=4, mode="hybrid")), dict(model=dict(seq_len=16))),
-    "pipeline2_2d": (
-        8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(schedule=dict(type="zb-h1", microbatches=4)),
-    ),
-    "data2_2d": (8, dict(data=2, tensor=dict(mode="2d", size=4)), {}),
-}  # fmt: skip
+#: levels that the covering array has not, and plain combinations
+PLANS = plans(
+    "1d_4", "2.5d", "3d", "data2_pipeline2_1d", "tensor_outside", "data2_1d", "pipeline2", "hybrid4", "pipeline2_2d",
+    "data2_2d",
+)  # fmt: skip
+#: more of the config
+MORE: dict[str, dict[str, Any]] = {
+    "data2_pipeline2_1d": dict(schedule=dict(type="1f1b", microbatches=4)),
+    "data2_1d": dict(comm=dict(bucket_mb=0.002)),
+    "pipeline2": dict(schedule=dict(type="gpipe", microbatches=2)),
+    "hybrid4": dict(model=dict(seq_len=16)),
+    "pipeline2_2d": dict(schedule=dict(type="zb-h1", microbatches=4)),
+}
 #: by default all but this one, which "2.5d" is, too
 LONG = ("data2_2d",)
 
@@ -74,7 +71,7 @@ def alone(precision: str, variant: str | None = None, steps: int = STEPS) -> Tra
 )
 @pytest.mark.parametrize("plan", but(LONG, PLANS))
 def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps: int) -> None:
-    world, parallel, more = PLANS[plan]
+    (world, parallel), more = PLANS[plan], MORE.get(plan, {})
     one = {key: value for key, value in more.items() if key == "model"}
     reference = shared_run(1, config_of({}, steps, precision, **one), steps)[0]
     assert_parity(shared_run(world, config_of(parallel, steps, precision, **more), steps), reference, precision)

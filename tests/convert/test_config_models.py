@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.plans import plans
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -26,11 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
                   num_key_value_heads=2, vocab_size=53, max_position_embeddings=8, tie_word_embeddings=True),
 }  # fmt: skip
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1d 2": (2, dict(tensor=2)),
-    "2d 4": (4, dict(tensor=dict(mode="2d", size=4))),
-    "pipeline 2 x zero 3": (4, dict(pipeline=2, data=2, zero=2)),
-}
+PLANS = plans("1d", "2d", "zero2_pipeline2")
 STEPS = 2
 
 

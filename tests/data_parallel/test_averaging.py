@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.long import but
 from helpers.plain_replicas import Replica, assert_is_replica, share_of
+from helpers.plans import plans
 from helpers.ranks import run_ranks
 from helpers.training import config_of, run_cases
 from torch import Tensor
@@ -125,11 +126,7 @@ def slowmo_outer(lr: float, momentum: float) -> Callable[..., Tensor]:
     return outer
 
 
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data": (2, dict(data=2)),
-    "1d": (4, dict(data=2, tensor=2)),
-    "1f1b": (4, dict(data=2, pipeline=2)),
-}
+PLANS = plans("data2", "data2_1d", "data2_pipeline2")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, Any]]] = {
     "local_sgd": (dict(type="local_sgd", period=3), ADAMW, 0.5, dict(period=3)),
     "local_sgd, SGD": (dict(type="local_sgd", period=2), SGD, 0.5, dict(period=2)),
@@ -149,9 +146,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
 }
 #: of each plan its cases
 CASES_OF = {
-    "data": ["local_sgd", "slowmo", "diloco"],
-    "1d": ["diloco heavy ball"],
-    "1f1b": ["local_sgd, SGD"],
+    "data2": ["local_sgd", "slowmo", "diloco"],
+    "data2_1d": ["diloco heavy ball"],
+    "data2_pipeline2": ["local_sgd, SGD"],
 }
 
 
@@ -161,15 +158,15 @@ def recurrence(case: str) -> Rounds:
     return Rounds(2, optimizer, clip=clip, **how)
 
 
-@pytest.mark.rest("1d")
-@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
+@pytest.mark.rest("data2_1d")
+@pytest.mark.parametrize("plan", but(("data2_pipeline2",), PLANS))
 def test_rounds_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in CASES_OF[plan]}
     for name, traces in run_cases(world, configs, STEPS).items():
         wanted = recurrence(name)
         for rank, trace in enumerate(traces):
-            replica = rank % 2 if plan == "1f1b" else rank // (world // 2)
+            replica = rank % 2 if plan == "data2_pipeline2" else rank // (world // 2)
             assert_is_replica(trace, wanted.replicas[replica])
             # the last step is one after which all meet
             assert trace.losses[-1] == pytest.approx(wanted.losses[-1], rel=1e-10)

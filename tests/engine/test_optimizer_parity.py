@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import plans
 from helpers.ranks import run_ranks
 from helpers.ten_steps import Ends, assert_is_plain, plain_steps, ten_steps
 from helpers.training import SIZES
@@ -70,16 +71,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any] | None, Callable[[Named], torch.optim
 
 #: what another plan tells as well
 LONG = ("1d_sharded", "2d", "3d_2x1x2", "zero1")
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "1d": (2, dict(tensor=2)),
-    "1d_sharded": (2, dict(tensor=dict(size=2, sequence_sharded=True))),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
-    "data2_pipeline2": (4, dict(data=2, pipeline=2)),
-    "zero1": (2, dict(data=2, zero=1)),
-    "zero3": (2, dict(data=2, zero=3)),
-}
+PLANS = plans("alone", "1d", "1d_sharded", "2d", "3d_2x1x2", "data2_pipeline2", "zero1", "zero3")
 
 
 def train(rank: int, plan: dict[str, Any]) -> dict[str, Ends]:

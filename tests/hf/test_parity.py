@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.long import but
+from helpers.plans import plans
 from helpers.ranks import run_ranks
 from helpers.training import is_key_bias
 from helpers.transformers_models import CONFIGS, batch_for, by_our_names, in_float64, make_model, step_of
@@ -23,18 +24,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
 
 STEPS = 3
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "1d": (2, dict(tensor=dict(mode="1d", size=2))),
-    "1d, as many as heads": (4, dict(tensor=dict(mode="1d", size=4, sequence_sharded=True))),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
-    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
-    "pipeline": (2, dict(pipeline=2)),
-    "pipeline, 1d": (4, dict(pipeline=2, tensor=dict(mode="1d", size=2))),
-    "zero 3": (2, dict(data=2, zero=3)),
-    "experts": (2, dict(data=2, expert=2)),
-}
+PLANS = plans("alone", "1d", "1d_sharded_4", "2d", "2.5d", "3d", "pipeline2", "pipeline2_1d", "zero3", "expert2")
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +101,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.rest("zero 3", "pipeline", "1d", "one process")
-@pytest.mark.parametrize("plan", but({"1d, as many as heads", "2d", "2.5d", "3d", "pipeline, 1d"}, PLANS))
+@pytest.mark.rest("zero3", "pipeline2", "alone")
+@pytest.mark.parametrize("plan", but({"1d_sharded_4", "2d", "2.5d", "3d", "pipeline2_1d"}, PLANS))
 def test_models_of_transformers(plan: str, folders: Path, references: dict[str, Any], tmp_path: Path) -> None:
     world, parallel = PLANS[plan]
     for of_rank in run_ranks(world, body, folders, parallel, tmp_path, with_context=False):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import long
+from helpers.plans import plans
 from helpers.ranks import RankError, grid, run_ranks
 from torch import Tensor, nn
 
@@ -16,15 +17,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.context.parallel_context import ParallelContext
 
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data2_1d": (4, dict(data=2, tensor=2)),
-    "1d_sequence": (2, dict(tensor=dict(size=2, sequence_sharded=True))),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "2d_4x1": (4, dict(tensor=dict(mode="2d", shape=(4, 1)))),
-    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
-    "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
-    "3d_4x1x1": (4, dict(tensor=dict(mode="3d", shape=(4, 1, 1)))),
-}
+PLANS = plans("data2_1d", "1d_sharded", "2d", "2d_4x1", "3d", "3d_2x1x2", "3d_4x1x1")
 BATCH, TOKENS, HIDDEN = 8, 4, 8
 
 
@@ -85,7 +78,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.rest("2d")
-@pytest.mark.parametrize("plan", ["1d_sequence", "2d", "3d_2x1x2", *long("data2_1d", "3d")])
+@pytest.mark.parametrize("plan", ["1d_sharded", "2d", "3d_2x1x2", *long("data2_1d", "3d")])
 def test_a_layer_first_used_in_a_later_step(plan: str) -> None:
     same_run(plan, Late)
 

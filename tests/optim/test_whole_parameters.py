@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.long import but
+from helpers.plans import plans
 from helpers.ranks import run_ranks
 from helpers.ten_steps import Ends, assert_is_plain, plain_steps, ten_steps
 from helpers.training import SIZES
@@ -16,17 +17,7 @@ from torch import Tensor
 
 MODEL = {**SIZES, "num_layers": 1}
 
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "1d": (2, dict(tensor=2)),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
-    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
-    "data2_pipeline2": (4, dict(data=2, pipeline=2)),
-    "zero1": (2, dict(data=2, zero=1)),
-    "zero2_1d": (4, dict(data=2, tensor=2, zero=2)),
-    "zero3": (2, dict(data=2, zero=3)),
-}
+PLANS = plans("alone", "1d", "2d", "2.5d", "3d", "data2_pipeline2", "zero1", "zero2_1d", "zero3")
 
 
 def train(rank: int, plan: dict[str, Any]) -> dict[str, Ends]:
