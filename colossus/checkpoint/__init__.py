@@ -2,8 +2,7 @@
 
 A run saves and loads through ``engine.checkpoints``. `read_state_dict` and `stream_saved_state_dict` need no engine and
 no processes: they read the state dict of the plain ``torch.nn`` module from a folder. `CheckpointReader` reads any box
-of
-any tensor. A checkpoint that cannot be used is a `CheckpointError`.
+of any tensor. A checkpoint that cannot be used is a `CheckpointError`.
 """
 
 from typing import TYPE_CHECKING

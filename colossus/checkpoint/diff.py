@@ -73,8 +73,7 @@ def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()
     """Compare two checkpoints.
 
     Values that belong to the ranks of a plan (generators; the state of each data rank or stage) are compared if both
-    were
-    saved under the same plan. A tied tensor is compared under its first name.
+    were saved under the same plan. A tied tensor is compared under its first name.
 
     Args:
         a, b: the checkpoints.

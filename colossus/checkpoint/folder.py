@@ -77,8 +77,7 @@ def checkpoints(root: Path) -> list[Path]:
     """Return the folders in ``root`` with the name and the manifest of a checkpoint, the oldest first.
 
     Their files are not checked. They are ordered by the time of saving in their manifests, since a run may have gone
-    back;
-    a copy of a folder need not keep the times of its files.
+    back; a copy of a folder need not keep the times of its files.
     """
     dated = []
     for path, step in named(root).items():
@@ -285,8 +284,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
     """Remove replaced checkpoints of the same step, and old ones.
 
     The ``keep_last`` newest stay, those whose step is a multiple of ``keep_every``, and those that ``best`` names. The
-    one
-    that ``latest`` names counts as the newest; a damaged one does not count.
+    one that ``latest`` names counts as the newest; a damaged one does not count.
 
     Args:
         root: folder of checkpoints.

@@ -1,8 +1,7 @@
 """Checkpoints in the memory of a run's hosts.
 
 Each host has a folder with the files of its own ranks, perhaps with those of the host before it, and the whole
-manifest.
-Files of other hosts are read over the network.
+manifest. Files of other hosts are read over the network.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class HostMemory:
         """Return a reader of the newest checkpoint of which each file is whole on some host. Collective.
 
         The first rank warns of each checkpoint that is skipped. One whose manifest is not on the host of the first rank
-        is
-        skipped, too.
+        is skipped, too.
 
         Args:
             later_than: last step that is not read any more.

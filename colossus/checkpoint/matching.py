@@ -134,10 +134,8 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
     Args:
         names: saved names.
         rename: a function of a name, or a dict whose first key that matches a name renames it. A key is a prefix of
-            whole
-            parts (``{"encoder": "trunk"}``; the key ``""`` adds a prefix to all names, the value ``""`` removes one). A
-            key
-            with stars matches a pattern, and stars of its value stand for the matched text
+            whole parts (``{"encoder": "trunk"}``; the key ``""`` adds a prefix to all names, the value ``""`` removes
+            one). A key with stars matches a pattern, and stars of its value stand for the matched text
             (``{"blocks.*.up.*": "blocks.*.up.base.*"}``). The value None leaves a tensor out.
     """
     new_names: dict[str, str | None] = {name: name for name in names}

@@ -45,13 +45,13 @@ def gather_on_all_ranks(
     except Exception as raised:
         error, problem = raised, (isinstance(raised, DamagedCheckpoint), in_words(raised), platform.node())
     gathered = all_gather_object((problem, done), group)
-    problems = [other for other, _ in gathered]
+    problems = [entry for entry, _ in gathered]
     if not any(problems):
         return [result for _, (result,) in gathered]
-    failed = [(rank, other) for rank, other in zip(group.ranks, problems, strict=True) if other is not None]
+    failed = [(rank, entry) for rank, entry in zip(group.ranks, problems, strict=True) if entry is not None]
     rank, (_, text, node) = failed[0]
     if names_ranks and len(failed) < group.size:
         more = f" and {len(failed) - 1} more ranks" if len(failed) > 1 else ""
         text = f"{text} (rank {rank} on {node}{more})"
-    is_damaged = all(other[0] for _, other in failed)
+    is_damaged = all(entry[0] for _, entry in failed)
     raise (DamagedCheckpoint if is_damaged else CheckpointError)(text + consequence) from error

@@ -13,8 +13,7 @@ class Staging:
     """Memory of the host that tensors are copied to, kept from one checkpoint to the next.
 
     It is pinned if tensors come from an accelerator, so that copies need not wait for each other; else it has large
-    pages,
-    which are faster to allocate.
+    pages, which are faster to allocate.
     """
 
     def __init__(self) -> None:

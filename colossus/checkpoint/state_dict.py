@@ -68,8 +68,7 @@ def stream_state_dict(
         model: the rank's part of the model.
         context: the rank's context.
         order: the first names of the wanted tensors, the same on all ranks. None is all, in the order of the model,
-            under
-            each of their names, which follow each other.
+            under each of their names, which follow each other.
 
     Yields:
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
@@ -192,15 +191,13 @@ def read_state_dict(
     """Return whole parameters and buffers from a folder, as ``torch.nn.Module.load_state_dict(.., strict=True)`` needs.
 
     They are by full logical name, tied ones under each of their names, as one tensor. It needs no processes and no
-    engine,
-    whatever plan saved them.
+    engine, whatever plan saved them.
 
         model.load_state_dict(read_state_dict("runs/first"))
 
     Args:
         path: a checkpoint, a folder of them (the latest is read) or a run folder; or a model folder of Hugging Face,
-            whose
-            tensors are returned under our names.
+            whose tensors are returned under our names.
         only: patterns (`fnmatch`) of names; None is all.
         average: name of an average of the weights, "ema" or "swa", to read in place of the parameters.
         verify: whether to compare the checksums of all files first.

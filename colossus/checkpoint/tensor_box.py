@@ -78,8 +78,7 @@ def choose_writers(
     """Return, for each tensor, whether this rank writes its box.
 
     Of the ranks that have the same box, the one with the fewest bytes so far writes it. Ranks that have the same
-    tensors
-    compute the same answer, so nothing is exchanged.
+    tensors compute the same answer, so nothing is exchanged.
 
     Args:
         tensors: layout, full shape and bytes of an element.

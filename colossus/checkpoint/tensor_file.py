@@ -2,8 +2,7 @@
 
 The library copies all tensors of a file before it writes them and computes no checksum. A save would need the memory of
 a rank's part twice, and a second reading for its checksum. It reads through a memory map, whose pages count as memory
-of
-the process, and a failing disk would end the process; `BoxReader` needs one block, and raises an error in words.
+of the process, and a failing disk would end the process; `BoxReader` needs one block, and raises an error in words.
 `safetensors.safe_open` reads these files. The format: https://huggingface.co/docs/safetensors
 """
 

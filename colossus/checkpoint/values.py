@@ -42,9 +42,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return {"$tensor": _put(value.detach(), path, tensors)}
     raise CheckpointError(
-        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a checkpoint holds numbers, "
-        f"strings, lists, tuples, dicts, tensors and arrays, and no pickled objects; let the state_dict that gives it "
-        f"return these"
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a checkpoint has numbers, "
+        f"strings, lists, tuples, dicts, tensors and arrays, and no pickled objects; let the state_dict return these"
     )
 
 

@@ -137,10 +137,9 @@ class CheckpointWriter:
 
         Args:
             collect: returns this rank's state. If it raises, the save fails on all ranks.
-            about: what the manifest says of the run.
+            about: facts about the run for the manifest.
             background: whether to return once the tensors are copied; else when the save has ended, well or not. The
-                process
-                does not end before the save has.
+                process does not end before the save has.
         """
         self.finish()
         save = self._last = Save(self.root / folder.name_of(about.step), about.step, self._on_block)

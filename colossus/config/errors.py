@@ -38,8 +38,8 @@ class ConfigError(ValueError):
     """A config file, an override or a plan that cannot be used.
 
     Attributes:
-        problems: one string per problem, each starting with the key it is about; further lines of a problem
-            are indented.
+        problems: one string per problem, each starting with the key it is about; further lines of a problem are
+            indented.
         source: name of the config file, or None when the config was a dict.
     """
 

@@ -29,8 +29,7 @@ class LearningRates:
     """The learning rate of each step.
 
     A shape is called as f(progress, min_ratio, **options) and returns a factor of ``optimizer.lr``. The progress is 0
-    after
-    the warm-up and 1 at the end of the schedule. A shape also receives those of ``step`` (of the run, from 0),
+    after the warm-up and 1 at the end of the schedule. A shape also receives those of ``step`` (of the run, from 0),
     ``schedule_steps``, ``warmup_steps`` and ``lr`` that it has as arguments. A callable whose first argument is
     ``optimizer`` is no shape: it makes a scheduler of torch (`_TorchScheduler`).
 
@@ -75,8 +74,7 @@ class _TorchScheduler:
     """A scheduler of torch as a shape.
 
     It runs ahead on an optimizer of one parameter, and its learning rates are stored. So it has no state to save, and a
-    run
-    resumes under any plan. Other options that it changes (momentum) are not used.
+    run resumes under any plan. Other options that it changes (momentum) are not used.
 
     Args:
         make: called as f(optimizer, **options).

@@ -79,8 +79,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Run the file and return its sections.
 
     Modules beside the file can be imported, also later (`put_on_path`). Names with a leading underscore, imported
-    names,
-    modules, functions and classes are the file's own business; any other name that is no section is an error.
+    names, modules, functions and classes are the file's own business; any other name that is no section is an error.
     """
     text = _read(path)
     try:

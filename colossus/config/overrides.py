@@ -45,8 +45,7 @@ def strategy_overrides(text: str) -> list[str]:
     """Return overrides of a strategy: ``"sgp overlap=1"`` gives ``parallel.strategy=sgp parallel.strategy.overlap=1``.
 
     It replaces the strategy of the file with its options. Keys of ``optimizer``, ``lr_schedule`` and ``train`` may
-    stand
-    beside it: ``"sgp optimizer.lr=4e-3"``. A value has no spaces.
+    stand beside it: ``"sgp optimizer.lr=4e-3"``. A value has no spaces.
     """
     name, *options = text.split() or [""]
     own = [option if option.startswith(_WITH_STRATEGY) else f"parallel.strategy.{option}" for option in options]
@@ -56,10 +55,9 @@ def strategy_overrides(text: str) -> list[str]:
 def plan_overrides(text: str) -> list[str]:
     """Return the overrides of a plan as text: overrides, or keys of ``parallel`` without that word.
 
-    ``"parallel.zero=1 schedule.microbatches=4"`` is two overrides; all other keys keep the value of the file.
-    ``"data=2 tensor=4"`` is a whole plan, ``["parallel.pipeline.size=1", .., "parallel.data=2", "parallel.tensor=4"]``:
-    an
-    axis that it does not name has size 1. Overrides may stand beside such keys.
+    ``"parallel.zero=1 schedule.microbatches=4"`` is two overrides; all other keys keep the value of the file. ``"data=2
+    tensor=4"`` is a whole plan, ``["parallel.pipeline.size=1", .., "parallel.data=2", "parallel.tensor=4"]``: an axis
+    that it does not name has size 1. Overrides may stand beside such keys.
     """
     words = [word if _names_section(word) else f"parallel.{word}" for word in text.split()]
     if all(map(_names_section, text.split())):

@@ -86,8 +86,7 @@ def model_options(config: Config) -> Any:
     """Return the checked options of the model; None if it declares none (callables, a user's own).
 
     Their method ``check(parallel)`` returns a line for each problem of the sizes under a plan. They may name what a
-    batch
-    consists of (``samples``, by default "sequences") and what the loss counts (``counted``, by default "tokens").
+    batch consists of (``samples``, by default "sequences") and what the loss counts (``counted``, by default "tokens").
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
@@ -114,8 +113,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
 
     Raises:
         ConfigError: if the sizes do not multiply to ``nproc``, the tensor mode cannot be built from ``tensor.size``, or
-            the
-            model or the global batch does not divide. It shows the arithmetic and the nearest plans that fit.
+            the model or the global batch does not divide. It shows the arithmetic and the nearest plans that fit.
     """
     if config.parallel.auto is not None:
         raise ConfigError(
@@ -279,8 +277,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
     """Return the nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
 
     Only axes of the config are varied: data and tensor always, pipeline and sequence if they are not 1. The fastest by
-    the
-    planner's lower bound comes first.
+    the planner's lower bound comes first.
     """
     parallel = config.parallel
     now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)

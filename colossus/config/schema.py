@@ -263,8 +263,7 @@ class Config(Section):
     """A whole config. ``load_config`` makes it; after that ``parallel.data`` is a number.
 
     ``model`` is None if the model is passed to ``colossus.initialize``. ``data`` is a `Named`, or an object or callable
-    of
-    the file, or None.
+    of the file, or None.
     """
 
     #: name of the run folder, runs/<name>-<time>; by default that of the file

@@ -1,8 +1,8 @@
-"""What a batch is: any nest of dicts, tuples and lists of tensors whose dim 0 counts the samples.
+"""Batches: any nest of dicts, tuples and lists of tensors whose dim 0 counts the samples.
 
-Beside tensors a batch may hold lists of other things with one entry per sample (file names, say), which are split as
-the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every slice.
-numpy arrays count as tensors.
+A batch may also have lists of other things with one entry per sample (file names), which are split as the tensors are.
+Tensors without dims, numbers and strings belong to the whole batch and are part of every slice. numpy arrays count as
+tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Batch = Any
 
 
 def map_batch(fn: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
-    """The same nest with ``fn`` of each tensor; mappings become dicts, named tuples keep their class."""
+    """Return the same nest with ``fn`` of each tensor; mappings become dicts, named tuples keep their class."""
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
-    """The batch with numpy arrays of numbers made tensors, and all tensors on ``device`` (None: where they are)."""
+    """Return the batch with numpy arrays of numbers as tensors, and all tensors on ``device``, if one is set."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
@@ -38,7 +38,7 @@ def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
     return map_leaves(convert, batch, is_leaf=_has_nothing_to_convert)
 
 
-#: what the lists of a batch hold beside arrays, for which a look at each takes as long as to read it
+#: types of plain entries of lists, which are not converted one by one: that would take as long as reading them
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 
 
@@ -47,10 +47,10 @@ def _has_nothing_to_convert(value: Any) -> bool:
 
 
 def batch_size_of(batch: Batch) -> int:
-    """The number of samples: size of dim 0, the same in all tensors.
+    """Return the number of samples: size of dim 0, the same in all tensors.
 
     Raises:
-        ValueError: no tensor with a dim 0 in the batch, or tensors that disagree (each is named with its shape).
+        ValueError: if no tensor of the batch has a dim 0, or tensors disagree; each is named with its shape.
     """
     shapes = [(path, tuple(leaf.shape)) for path, leaf in _arrays(batch)]
     if not shapes:
@@ -66,23 +66,24 @@ def batch_size_of(batch: Batch) -> int:
 
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples ``start`` to ``stop`` (views, nothing is copied)."""
+    """Return samples ``start`` to ``stop`` as views."""
     return _slice(batch, slice(start, stop), batch_size_of(batch))
 
 
 def split_microbatches(batch: Batch, n: int, *, interleaved: bool = False) -> list[Batch]:
-    """``n`` microbatches of equal size, in order, as views.
+    """Return ``n`` microbatches of equal size, in order, as views.
 
     Args:
         batch: this rank's batch, ``b`` samples.
-        interleaved: the m-th has samples m, m + n, m + 2 n and so on, copied. Those of all data ranks are then the same
-            samples however many data ranks have a part each of the global batch.
+        n: number of microbatches.
+        interleaved: whether the m-th has samples m, m + n, m + 2 n and so on, copied. The microbatches of all data
+            ranks together then have the same samples for any number of data ranks.
 
     Returns:
         ``n`` batches of ``b / n`` samples.
 
     Raises:
-        ValueError: when ``b`` does not divide by ``n``.
+        ValueError: if ``b`` does not divide by ``n``.
     """
     size = batch_size_of(batch)
     if n < 1 or size % n or not size:
@@ -99,7 +100,7 @@ def split_microbatches(batch: Batch, n: int, *, interleaved: bool = False) -> li
 
 
 def repeat_batch(batch: Batch, times: int) -> Batch:
-    """The samples, all of them ``times`` times one after the other: ``b * times`` samples."""
+    """Return all samples ``times`` times one after the other: ``b * times`` samples."""
     if times == 1:
         return batch
     size = batch_size_of(batch)
@@ -115,13 +116,13 @@ def repeat_batch(batch: Batch, times: int) -> Batch:
 
 
 def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
-    """Shard ``index`` of ``count`` equal shards of the samples, as views.
+    """Return shard ``index`` of ``count`` equal shards of the samples, as views.
 
     Returns:
         ``b / count`` samples of a batch of ``b``.
 
     Raises:
-        ValueError: when the samples do not divide by ``count``.
+        ValueError: if the samples do not divide by ``count``.
     """
     if count == 1:
         return batch
@@ -137,26 +138,26 @@ def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
 
 @dataclass(frozen=True)
 class WholeEntry:
-    """An entry of a batch that has no samples: it goes into every slice as it is."""
+    """An entry of a batch without samples: it is part of every slice."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class SampleDims:
-    """The dims of a batch's entries that count the samples, where these are not dim 0 (``train.batch_dims``).
+    """The dims of samples in entries of a batch, if they are not dim 0 (``train.batch_dims``).
 
     Args:
-        dims: key of an entry -> its dim of the samples, of which tokens follow; None: it has no samples.
+        dims: key of an entry -> its dim of samples, after which the dim of tokens follows; None: it has no samples.
     """
 
     dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def first(self, batch: Batch) -> Batch:
-        """Return the batch with the samples in dim 0 of each entry (views), as all else here wants it.
+        """Return the batch with the samples in dim 0 of each entry, as views, which the functions here need.
 
         Raises:
-            ValueError: for an entry without this dim, and a key that is not in the batch, where one much like it is.
+            ValueError: if an entry has no such dim, or the batch has no such key but a similar one.
         """
         keys = _keys_of(batch) if self.dims else set[str]()
         for missing in self.dims.keys() - keys:
@@ -165,11 +166,11 @@ class SampleDims:
         return self._mapped(batch, self._with_samples_first)
 
     def restored(self, batch: Batch) -> Batch:
-        """Return the batch, or a part of its samples, as it was before `first`."""
-        return self._mapped(batch, self._as_given)
+        """Return the batch, or a part of its samples, with the dims that it had before `first`."""
+        return self._mapped(batch, self._with_own_dims)
 
     def cut(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Return the samples ``start`` to ``stop`` of a batch as it is given."""
+        """Return the samples ``start`` to ``stop`` of a batch, with its own dims."""
         return self.restored(slice_batch(self.first(batch), start, stop))
 
     def token_dim(self, key: str) -> int:
@@ -198,7 +199,7 @@ class SampleDims:
             raise ValueError(f"train.batch_dims: {key!r} of a batch has no dim {dim}: it is of {what}")
         return torch.as_tensor(entry).permute(_samples_first(dim, entry.ndim))
 
-    def _as_given(self, key: str, entry: Any) -> Any:
+    def _with_own_dims(self, key: str, entry: Any) -> Any:
         if isinstance(entry, WholeEntry):
             return entry.value
         order = _samples_first(self.dims[key] or 0, entry.ndim)
@@ -213,7 +214,7 @@ def _keys_of(batch: Batch) -> set[str]:
 
 
 def _samples_first(dim: int, ndim: int) -> list[int]:
-    """The dims of the samples, of the tokens behind them, and the others."""
+    """Return the dim of the samples, that of the tokens after it, and the others."""
     return [*range(dim, min(dim + 2, ndim)), *range(dim), *range(dim + 2, ndim)]
 
 
@@ -231,7 +232,7 @@ def _slice(batch: Batch, part: slice, size: int) -> Batch:
 
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
-    """Every tensor that has a dim 0, with the path that leads to it."""
+    """Yield every tensor that has a dim 0, with its path."""
     return (
         (path, leaf)
         for path, leaf in leaves(batch, "batch")

@@ -1,4 +1,4 @@
-"""The source of ready batches: a DataLoader, or any other iterable of them."""
+"""A source of ready batches: a DataLoader, or any other iterable of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from colossus.data.streams import StreamSource
 
 
 class BatchStream(StreamSource):
-    """Ready batches, of a DataLoader or any other iterable. They hold ``global_batch_size`` samples, of which each data
-    rank takes its slice; with ``per_rank`` they are those of this data rank.
+    """Ready batches of a DataLoader or any other iterable.
 
-    A shorter batch at the end of a pass, or of each worker's part of an IterableDataset, is dropped in training (as
-    ``drop_last=True`` does), and taken in validation; anywhere else it is an error.
+    They have ``global_batch_size`` samples, of which each data rank takes its slice; with ``per_rank`` they are those
+    of this data rank. A shorter batch at the end of a pass, or of each worker's part of an IterableDataset, is dropped
+    in training, as with ``drop_last=True``, and used in validation. Anywhere else it is an error.
 
     Raises:
-        ValueError: a DataLoader whose batch size or DistributedSampler is not for these data ranks.
+        ValueError: if the batch size or the DistributedSampler of a DataLoader does not fit these data ranks.
     """
 
     def __init__(self, batches: Any, shard: BatchShard, options: ReadingOptions) -> None:
@@ -34,7 +34,7 @@ class BatchStream(StreamSource):
         if isinstance(batches, DataLoader):
             sampler = getattr(batches.batch_sampler, "sampler", batches.sampler)
             if isinstance(batches.dataset, IterableDataset) and not batches.num_workers:
-                # with workers the dataset that moves on is a copy in another process
+                # with workers the dataset that advances is a copy in another process
                 stateful = batches if hasattr(batches, "state_dict") else batches.dataset
         if isinstance(sampler, DistributedSampler):
             if (sampler.num_replicas, sampler.rank) != (shard.data_size, shard.data_rank):
@@ -47,7 +47,7 @@ class BatchStream(StreamSource):
                 )
             options = options.model_copy(update={"per_rank": True})
         super().__init__(batches, shard, options, stateful=stateful, gives_batches=True)
-        #: how many batches of a pass may be short; how many were, and how many one after the other
+        #: number of batches of a pass that may be short, that were, and that were without a whole one between them
         self._most_short, self._num_short, self._short_in_a_row = 1, 0, 0
         if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
             self._most_short = max(1, batches.num_workers)
@@ -95,7 +95,10 @@ class BatchStream(StreamSource):
         return read
 
     def _require_last(self, size: int) -> None:
-        """Refuse a batch that is not whole, unless it ends a pass, or a worker's part of it, and is not all of it."""
+        """Raise ValueError for a batch that is not whole, unless it ends a pass or a worker's part of one.
+
+        In training, whole batches must come between such batches.
+        """
         self._num_short, self._short_in_a_row = self._num_short + 1, self._short_in_a_row + 1
         is_only = self.shard.endless and self._short_in_a_row == 2 * self._most_short
         ends_pass = self._num_short == self._most_short

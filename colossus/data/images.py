@@ -1,4 +1,4 @@
-"""Images that come without a download."""
+"""Images that need no download."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import torch
 
 from colossus.data.tokens import SPLITS, BatchedDataset
 
-#: of Digits: of every 50 scans the last 10 are held out, so that all writers and all digits are in both parts
+#: the last 10 of every 50 scans are held out, so that all writers and all digits are in both splits
 _BLOCK, _HELD_OUT = 50, 10
 
 
 class Digits(BatchedDataset):
     """Handwritten digits: 1,797 scans of 8 x 8 pixels in 17 shades (UCI, "Optical Recognition of Handwritten Digits").
 
-    They are a part of scikit-learn (``pip install colossus[images]``). In its order, of every 50 scans the last 10 are
-    held out: 1,440 for training, 357 for validation, with all writers and all digits in both.
+    They are a part of scikit-learn (``pip install colossus[images]``). The last 10 of every 50 scans are held out:
+    1,440 for training, 357 for validation, with all writers and all digits in both.
 
     Args:
         split: ``"train"`` or ``"validation"``.
 
     Shape:
-        a sample is ``inputs`` [1, 8, 8], float32 from -1 (paper) to 1 (ink), and ``labels``, 0 to 9.
+        A sample is ``inputs`` [1, 8, 8], float32 from -1 (paper) to 1 (ink), and ``labels``, 0 to 9.
 
     Raises:
         ValueError: without scikit-learn, and for another split.
@@ -49,10 +49,10 @@ class Digits(BatchedDataset):
         return len(self.labels)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """``inputs`` [b, 1, 8, 8] and ``labels`` [b] for sample numbers ``indices`` [b]."""
+        """Return ``inputs`` [b, 1, 8, 8] and ``labels`` [b] of samples ``indices`` [b]."""
         at = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return {"inputs": self.images[at], "labels": self.labels[at]}
 
     def describe(self) -> str:
-        """One line for logs."""
+        """Return one line for logs."""
         return f"{self.name}: {len(self):,} images of 1 x 8 x 8"

@@ -1,6 +1,6 @@
-"""The loaders the engine reads: one for training, one for validation.
+"""The loaders that the engine reads: one for training, one for validation.
 
-All ranks of one model (one data rank) get the same whole batch; layers and loss take the box they need from it.
+All ranks of one model (one data rank) read the same whole batch; layers and loss take the box that they need.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from colossus.nest import map_leaves
 
 log = logging.getLogger("colossus.data")
 
-#: what a change of these does to a run that is resumed
+#: effect of a changed setting on a resumed run
 _EFFECTS = {
     "seed": "the data has another order",
     "num_samples": "the data has another order",
-    "global_batch_size": "the run goes on behind the samples that it has read",
+    "global_batch_size": "the run continues after the samples that it has read",
 }
 
 
 class DeviceCopy:
-    """Puts batches on one device. On CUDA they are copied on a stream of their own while the step before still runs:
-    neither the host nor that step waits for the copy.
+    """Copies batches to one device.
+
+    On CUDA they are copied on a stream of their own while the step before still runs: neither the host nor that step
+    waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +39,7 @@ class DeviceCopy:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch, with numpy arrays of numbers as tensors, for work that is queued on the current stream."""
+        """Return the batch on the device, with arrays as tensors, for work that is queued on the current stream."""
         if self.device.type != "cuda":
             return to_tensors(batch, self.device)
         here = torch.cuda.current_stream(self.device)
@@ -48,7 +50,7 @@ class DeviceCopy:
                 return leaf
             pinned = leaf if leaf.is_pinned() else torch.empty_like(leaf, pin_memory=True).copy_(leaf)
             copied = pinned.to(self.device, non_blocking=True)
-            copied.record_stream(here)  # its memory belongs to the stream of the copies
+            copied.record_stream(here)  # its memory was allocated on the stream of the copies
             return copied
 
         with torch.cuda.stream(self._stream):
@@ -62,14 +64,18 @@ def _can_be_pinned(leaf: torch.Tensor) -> bool:
 
 
 class Loader:
-    """Training batches of one data rank, without end for data that can start over.
+    """Training batches of one data rank, without end if the data can start over.
 
-    Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the samples before
-    it only, so `load_state_dict` continues a run exactly, and so does `set_step` with a batch that has not changed;
-    data that cannot seek is read up to there.
+    A new iteration continues where the last one stopped. The batch of a step depends only on the seed and the samples
+    before it. So `load_state_dict` continues a run exactly, and so does `set_step` with an unchanged batch size. Data
+    that cannot seek is read up to there.
+
+    Args:
+        source: source of the batches.
+        device: device to which they are copied.
 
     Attributes:
-        num_untrained: batches given since the last train step, which sets it to 0.
+        num_untrained: batches read since the last train step, which sets it to 0.
     """
 
     def __init__(self, source: Source, *, device: torch.device) -> None:
@@ -102,33 +108,33 @@ class Loader:
         return self._copy(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data, with the state of the user's own loader or dataset when it keeps one.
+        """Return the position in the data, with the state of the user's own loader or dataset if it has one.
 
-        It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
+        It is the same on all ranks of one data rank. Data ranks differ only in a user's own state.
         """
-        return self._state(behind=0)
+        return self._state(num_back=0)
 
     def trained_state_dict(self) -> dict[str, Any]:
-        """`state_dict` behind the last batch that was trained on. Warns where it cannot be told any more."""
+        """Return `state_dict` after the last batch that was trained on; warn if that position is lost."""
         if isinstance(self.source, MapSource):
-            return self._state(behind=self.num_untrained)
+            return self._state(num_back=self.num_untrained)
         if self.num_untrained:
             log.warning(
-                "a checkpoint is saved with %d batch(es) taken from the loader and not trained on: a run that goes on "
+                "a checkpoint is saved with %d batch(es) taken from the loader and not trained on: a run that resumes "
                 "from it does not see them. Save after engine.train_step, before the next batch is taken",
                 self.num_untrained,
             )
-        return self._state(behind=0)
+        return self._state(num_back=0)
 
-    def _state(self, behind: int) -> dict[str, Any]:
+    def _state(self, num_back: int) -> dict[str, Any]:
         state = self.source.state_dict()
-        state["step"] -= behind
+        state["step"] -= num_back
         return {**state, **self._order_settings(state["step"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken: behind the samples that were read until then, whatever the batch was.
+        """Continue after the samples that were read when the state was saved, whatever the batch size was.
 
-        Warns when seed, batch size or data are no longer the same.
+        Warns if seed, batch size or data have changed.
         """
         settings = self._order_settings(state["step"])
         for key, effect in _EFFECTS.items():
@@ -138,7 +144,7 @@ class Loader:
         self.source.load_state_dict(state)
 
     def _order_settings(self, step: int) -> dict[str, int]:
-        """Return what the order of samples follows from, beside the step: the samples before it, too."""
+        """Return what the order of samples depends on, and the number of samples before the step."""
         shard, sizes = self.source.shard, self.source.shard.sizes
         settings = {"seed": shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
         if isinstance(self.source, MapSource):
@@ -147,10 +153,10 @@ class Loader:
 
 
 class ValidationLoader:
-    """Validation batches of one data rank: unshuffled, the same ones each time it is iterated.
+    """Validation batches of one data rank: unshuffled, the same at each iteration.
 
-    All samples are read under every plan. The last batch has what is left over, shared out as evenly as it can be:
-    every data rank has the same number of batches, and the last one of a data rank may have no sample (dim 0 is 0).
+    All samples are read under every plan. The last batch has the rest, divided as evenly as possible: every data rank
+    has the same number of batches, and its last one may have no sample (dim 0 is 0).
     """
 
     def __init__(self, source: Source, *, device: torch.device) -> None:
@@ -169,14 +175,14 @@ class ValidationLoader:
 
 @dataclass(frozen=True)
 class Loaders:
-    """What `build_loaders` returns.
+    """The loaders of a data rank.
 
     Attributes:
         train: training batches.
-        validation: None without validation data.
+        validation: validation batches; None without validation data.
         description: one or two lines for the log.
-        validation_missing: why there is no validation data, when there is none.
-        tokenizer: what the training data says of its ids; None where it says nothing.
+        validation_missing: why there is no validation data, if there is none.
+        tokenizer: tokenizer of the training data; None if the data names none.
     """
 
     train: Loader

@@ -1,4 +1,4 @@
-"""From whatever a config holds under ``data`` to the loaders of a data rank."""
+"""The loaders of a data rank, from the section ``data`` of a config."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from colossus.registry import DATASETS
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-#: of `DataSpec.validation`: the config says nothing
+#: value of `DataSpec.validation` if the config does not set it
 _UNSET = object()
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a config says about its data: ``dict(type=..., **options)`` taken apart.
+    """The section ``data`` of a config, ``dict(type=..., **options)``, in its parts.
 
     Attributes:
-        kind: what makes the data, or the data itself.
+        kind: the callable that makes the data, or the data itself.
         options: arguments of ``kind``.
-        reading_options: how it is read, as of `ReadingOptions`.
-        validation: what the config says about validation data.
+        reading_options: values of `ReadingOptions`.
+        validation: value of ``data.validation``.
     """
 
     kind: Any
@@ -53,41 +53,43 @@ class DataSpec:
 
     @property
     def is_data(self) -> bool:
-        """Whether there is nothing to make."""
+        """Return whether ``kind`` is the data itself."""
         return _is_data(self.kind)
 
     @property
     def takes_split(self) -> bool:
-        """Whether ``kind`` makes the validation data too."""
+        """Return whether ``kind`` makes the validation data, too."""
         return not self.is_data and "split" not in self.options and "split" in _parameters(self.kind)
 
     def build(self, defaults: Mapping[str, Any]) -> Any:
-        """The data itself.
+        """Return the data itself.
 
         Args:
-            defaults: arguments for ``kind``: it gets those that it names, are not None, and are not in the config.
+            defaults: arguments for ``kind``: it receives those that it has, are not None, and are not in the config.
 
         Raises:
-            ValueError: an option that ``kind`` does not know, or one that it needs and lacks.
+            ValueError: if ``kind`` does not have an option, or lacks one that it needs.
         """
         if self.is_data:
             return self.kind
         parameters = _parameters(self.kind)
-        known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-        open_ended = not parameters or len(known) < len(parameters)
-        for option in () if open_ended else self.options.keys() - known:
-            raise ValueError(f"data: {self.name} has no option {option!r}; it has {', '.join(known)}")
-        given = {name: value for name, value in defaults.items() if name in known and value is not None} | self.options
-        for name in known:
-            if parameters[name].default is inspect.Parameter.empty and name not in given:
+        names = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+        open_ended = not parameters or len(names) < len(parameters)
+        for option in () if open_ended else self.options.keys() - names:
+            raise ValueError(f"data: {self.name} has no option {option!r}; it has {', '.join(names)}")
+        arguments = {
+            name: value for name, value in defaults.items() if name in names and value is not None
+        } | self.options
+        for name in names:
+            if parameters[name].default is inspect.Parameter.empty and name not in arguments:
                 raise ValueError(f"data: {self.name} needs {name!r}: set data.{name}")
-        return self.kind(**given)
+        return self.kind(**arguments)
 
 
 def parse_data(data: Any) -> DataSpec:
-    """What a config holds under ``data``: a registered name, ``dict(type=...)``, a callable or the data itself."""
+    """Return the parts of a section ``data``: a registered name, ``dict(type=...)``, a callable or the data itself."""
     if data is None:
-        raise ValueError("no data: set data = dict(type='PythonStdlib'), or hand over a dataset or a DataLoader")
+        raise ValueError("no data: set data = dict(type='PythonStdlib'), or pass a dataset or a DataLoader")
     if isinstance(data, Named):
         data = {"type": data.type, **data.options}
     options = dict(data) if isinstance(data, Mapping) else {"type": data}
@@ -102,7 +104,7 @@ def parse_data(data: Any) -> DataSpec:
     if not spec.is_data and not callable(spec.kind):
         raise ValueError(
             f"data is a {spec.name}, which is neither dict(type=..., **options), nor a dataset (__getitem__ and "
-            f"__len__), an IterableDataset, a DataLoader, an iterable of batches or a callable that gives one"
+            f"__len__), an IterableDataset, a DataLoader, an iterable of batches or a callable that returns one"
         )
     return spec
 
@@ -122,7 +124,7 @@ def build_loaders(
     batch_ramp: BatchRamp | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Loaders:
-    """Loaders for whatever a config holds under ``data``.
+    """Return the loaders for a section ``data`` of a config.
 
     Args:
         data: one of
@@ -130,20 +132,20 @@ def build_loaders(
             * ``dict(type=name or callable, **options)`` or a name of `colossus.registry.DATASETS`;
             * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `SampleOrder`;
             * an IterableDataset: every rank must see the same stream; each data rank keeps its shard of each batch;
-            * a DataLoader, or any iterable of ready batches: taken as it is. Its batches hold ``global_batch_size``
-              samples (each data rank takes its slice), or that over ``data_size`` with a DistributedSampler or
-              ``per_rank=True``;
-            * a callable that gives one of these. It gets those of the arguments below, and ``split``, that
-              it names; with ``split`` it is called for ``"train"`` and for ``"validation"``.
+            * a DataLoader, or any iterable of ready batches. Its batches have ``global_batch_size`` samples (each data
+            rank
+              takes its slice), or that over ``data_size`` with a DistributedSampler or ``per_rank=True``;
+            * a callable that returns one of these. It receives those of the arguments below that it has, and ``split``;
+              with ``split`` it is called for ``"train"`` and for ``"validation"``.
 
-            In the dict also `ReadingOptions`; ``validation``: None or False for none, a dict of options in place of
-            those for training, or data of any kind above.
-        eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
-        batch_ramp: of training batches that grow to ``global_batch_size``.
+            The dict may also have `ReadingOptions`, and ``validation``: None or False for none, a dict of options that
+            replace those for training, or data of any kind above.
+        eval_batch_size: samples of a validation batch over all data ranks; by default ``global_batch_size``.
+        batch_ramp: ramp of training batches that grow to ``global_batch_size``.
         batch_dims: ``train.batch_dims``.
 
     Raises:
-        ValueError: sizes that do not divide, unknown names or options, data that cannot be read as stated.
+        ValueError: if sizes do not divide, names or options are unknown, or data cannot be read as stated.
     """
     check_seed(seed)
     local_batch_size(global_batch_size, data_size)
@@ -155,8 +157,8 @@ def build_loaders(
         vocab_size=vocab_size, pairs=pairs,
     )  # fmt: skip
     spec = parse_data(data)
-    if pairs is not None and (given := spec.options.get("pairs", pairs)) != pairs:
-        raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
+    if pairs is not None and (own := spec.options.get("pairs", pairs)) != pairs:
+        raise ValueError(f"data.pairs = {own}, but model.pairs = {pairs}: remove data.pairs")
     dims = batch_dims or {}
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, True, batch_ramp, dims)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
@@ -165,12 +167,12 @@ def build_loaders(
     if batch_ramp is not None and not isinstance(train.source, MapSource):
         raise ValueError(
             f"train.batch_ramp is for a dataset whose samples are read by number (__getitem__ and __len__), but "
-            f"{type(train_data).__name__} gives batches, or samples, one after the other"
+            f"{type(train_data).__name__} yields batches, or samples, one after the other"
         )
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
             f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
-            f"{global_batch_size}: give more data, or set train.global_batch_size to {train.source.num_samples} or less"
+            f"{global_batch_size}: use more data, or set train.global_batch_size to {train.source.num_samples} or less"
         )
 
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False, batch_dims=dims)
@@ -178,8 +180,8 @@ def build_loaders(
     _check_vocabulary(eval_data, vocab_size)
     if eval_data is train_data and isinstance(source, StreamSource) and source.stateful is not None:
         raise ValueError(
-            f"data.validation and the training data are one {type(train_data).__name__}, which keeps one place by its "
-            f"state_dict; give data.validation an object of its own"
+            f"data.validation and the training data are one {type(train_data).__name__}, whose state_dict has a single "
+            f"position; use another object for data.validation"
         )
     tokenizer = tokenizer_of(train_data)
     require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
@@ -189,10 +191,14 @@ def build_loaders(
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
-    """Loaders for a data rank of a config's run.
+    """Return the loaders for a data rank of a config's run.
 
     Args:
-        data: what is read: the config's own, or what was passed in its place.
+        config: config of the run.
+        data: the config's own data, or data that replaces it.
+        data_rank: index of the data rank.
+        data_size: number of data ranks.
+        device: device of the batches.
 
     Raises:
         ValueError: see `build_loaders`.
@@ -215,22 +221,22 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
 
 
 def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> tuple[Source | None, Any, str | None]:
-    """Source and data for validation, or the reason why there is none.
+    """Return source and data for validation, or the reason why there are none.
 
-    Held-out data that the config did not ask for by name may turn out too small, then there is none;
-    data that it names must do.
+    Held-out data that the config does not name may be too small; then there is none. Data that it names must be large
+    enough.
     """
     wanted, chosen = spec.validation, spec
     if wanted is None or wanted is False:
-        return None, None, "none (data.validation says so)"
+        return None, None, "none (data.validation is off)"
     if wanted is not _UNSET:
-        if isinstance(wanted, dict) and "type" not in wanted:  # the training data's, with these options in their place
+        if isinstance(wanted, dict) and "type" not in wanted:  # the training data's type, with these options
             if spec.is_data:
                 raise ValueError("data.validation needs a 'type': the training data was made by the config itself")
             wanted = {"type": spec.kind, **spec.options, **spec.reading_options, **wanted}
         chosen = parse_data(wanted)
     elif not spec.takes_split:
-        return None, None, "none (give data.validation, or a type that takes split='validation')"
+        return None, None, "none (set data.validation, or use a type that takes split='validation')"
     try:
         data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
     except TooLittleData as error:
@@ -254,21 +260,21 @@ def _describe(data: Any) -> str:
 
 
 def _make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]) -> Source:
-    """The source that reads ``data``: chosen by the kind of object it is."""
+    """Return the source for an object of this kind."""
     name, options = type(data).__name__, ReadingOptions(**reading_options)
     if isinstance(data, IterableDataset):
         if options.num_workers:
             raise ValueError(
-                f"data.num_workers = {options.num_workers}, but {name} is an IterableDataset, of which each worker "
-                f"would read the whole; give a DataLoader of your own around it, num_workers=1, or more around a "
-                f"dataset that shares its samples out by torch.utils.data.get_worker_info()"
+                f"data.num_workers = {options.num_workers}, but {name} is an IterableDataset, and each worker would "
+                f"read all of it; use a DataLoader of your own around it with num_workers=1, or with more around a "
+                f"dataset that divides its samples by torch.utils.data.get_worker_info()"
             )
         return SampleStream(data, shard, options)
     if _is_map_style(data):
         if options.per_rank:
             raise ValueError(
-                f"data.per_rank is for a DataLoader and other data read from the front; each data rank has its own "
-                f"samples of {name}, which is read by number"
+                f"data.per_rank is for a DataLoader and other iterables; each data rank reads its own samples of "
+                f"{name} by their numbers"
             )
         if not len(data):
             raise ValueError(f"{name} has no samples (its length is 0)")
@@ -277,7 +283,7 @@ def _make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any
         raise ValueError(f"{name} is neither a dataset (__getitem__ and __len__) nor iterable")
     if options.collate_fn or options.num_workers:
         raise ValueError(
-            f"data.collate_fn and data.num_workers are for a dataset, but {name} gives ready batches; set them where "
+            f"data.collate_fn and data.num_workers are for a dataset, but {name} yields ready batches; set them where "
             f"the batches are made"
         )
     return BatchStream(data, shard, options)

@@ -1,4 +1,4 @@
-"""Marks of samples, by which data ranks see whether they read the same data."""
+"""Marks (hashes) of samples, by which data ranks compare their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.nest import leaves
 
-#: path of a leaf -> a hash of it in each of some samples
+#: path of a leaf -> its hash in each of some samples
 Marks = Mapping[str, tuple[int, ...]]
 
 #: samples that are marked
@@ -20,13 +20,13 @@ NUM_MARKED = 8
 
 
 def marks_of(samples: Sequence[Any]) -> Marks:
-    """Return the marks of the first samples: of tensors, arrays, numbers and text, where all of them have it."""
-    of_samples = [
+    """Return the marks of the first samples: of leaves that all have, if they are tensors, arrays, numbers or text."""
+    by_sample = [
         {path: mark for path, leaf in leaves(sample) if (mark := _mark(leaf)) is not None}
         for sample in samples[:NUM_MARKED]
     ]
-    first = of_samples[0] if of_samples else {}
-    return {path: tuple(of[path] for of in of_samples) for path in first if all(path in of for of in of_samples)}
+    first = by_sample[0] if by_sample else {}
+    return {path: tuple(one[path] for one in by_sample) for path in first if all(path in one for one in by_sample)}
 
 
 def marks_of_batch(batch: Batch) -> Marks:
@@ -46,27 +46,25 @@ def _mark(leaf: Any) -> int | None:
     return zlib.crc32(repr(leaf).encode()) if isinstance(leaf, str | bytes | int | float) else None
 
 
-def telling(marks: Sequence[Marks]) -> list[str]:
-    """Return the leaves that tell samples apart on each rank, as labels and tokens do and a mask of ones does not."""
-    return [path for path in marks[0] if all(len(set(of_rank.get(path, ()))) > 1 for of_rank in marks)]
+def distinguishing(marks: Sequence[Marks]) -> list[str]:
+    """Return the leaves that distinguish samples on each rank; labels and tokens do, a mask of ones does not."""
+    return [path for path in marks[0] if all(len(set(of_one.get(path, ()))) > 1 for of_one in marks)]
 
 
 def differing(marks: Sequence[Marks]) -> list[str]:
-    """Return the leaves that are not the same on all ranks.
+    """Return the leaves that differ between ranks.
 
-    None where another leaf is the same: then the samples are, and what differs is drawn at random.
+    It is empty if another leaf is equal: then the samples are the same, and the leaves that differ are random.
     """
-    paths = telling(marks)
-    differ = [path for path in paths if len({of_rank[path] for of_rank in marks}) > 1]
+    paths = distinguishing(marks)
+    differ = [path for path in paths if len({of_one[path] for of_one in marks}) > 1]
     return differ if len(differ) == len(paths) else []
 
 
 def repeating(read: Callable[[], Marks]) -> set[str] | None:
-    """Return the leaves that are the same when samples are read twice: nothing at random is in them. None where they
-    cannot be read.
-    """
+    """Return the leaves that are the same when samples are read twice, so not random; None if that fails."""
     try:
         first, second = read(), read()
-    except Exception:  # of the user's own code: what it reads cannot be compared
+    except Exception:  # raised by the user's code, whose samples cannot be compared then
         return None
     return {path for path, marks in first.items() if second.get(path) == marks}

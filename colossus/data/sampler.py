@@ -1,14 +1,14 @@
-"""Which samples make up the global batch of a step: a pure function of (seed, step). No torch, no state.
+"""The samples in the global batch of a step: a pure function of (seed, step). No torch, no state.
 
-The samples of all epochs form one endless sequence: position ``p`` is sample ``permutation_of_epoch[p % n]`` of
-epoch ``p // n``, and step ``s`` takes the positions from ``BatchSizes.before(s)`` on, ``s * global_batch_size`` unless
-the batch grows, or was another one when the run was saved. A global batch may thus straddle two epochs, nothing is
-dropped, and resuming at any step needs no more than its number and that of the samples before it.
+The samples of all epochs form one endless sequence: position ``p`` is sample ``permutation_of_epoch[p % n]`` of epoch
+``p // n``. Step ``s`` takes the positions from ``BatchSizes.before(s)`` on. That is ``s * global_batch_size``, unless
+the batch grows, or had another size when the run was saved. So a global batch may straddle two epochs, nothing is
+dropped, and resuming at a step needs only its number and the number of samples before it.
 
-The permutation of an epoch is never stored. It is a Feistel network with cycle walking (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002): a sample number is written as two digits in mixed radix, each round
-adds a keyed hash of one digit to the other, and a value outside 0..n-1 is sent through again until it
-falls inside. With radices near sqrt(n) the domain is larger than n by less than sqrt(n), so that a second pass is rare.
+The permutation of an epoch is never stored. It is a Feistel network with cycle walking (Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", 2002): a sample number is written as two digits in mixed radix, and each round adds a
+keyed hash of one digit to the other. A value outside 0..n-1 is permuted again until it falls inside. With radices near
+sqrt(n) the domain is larger than n by less than sqrt(n), so that a second pass is rare.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 class BatchShard:
     """The contiguous shard of each global batch that one data rank reads: all that a source knows of the plan."""
 
-    #: of the order of samples, and of random numbers that a user's data code draws
+    #: seed of the order of samples, and of random numbers that a user's data code draws
     seed: int
     #: samples of a batch over all data ranks
     global_batch_size: int
     data_rank: int
     #: divides ``global_batch_size``
     data_size: int
-    #: training starts over at the end of the data, validation ends
+    #: whether reading starts over at the end of the data, as in training; in validation it ends
     endless: bool
-    #: of training batches that grow; each size divides by ``data_size``
+    #: ramp of training batches that grow; each size divides by ``data_size``
     ramp: BatchRamp | None = None
     #: ``train.batch_dims``
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
-    #: of `BatchSizes`
+    #: see `BatchSizes`
     shift: int = 0
 
     @functools.cached_property
     def sizes(self) -> BatchSizes:
-        """Of the global batch by step."""
+        """Sizes of the global batch by step."""
         return BatchSizes(self.global_batch_size, self.ramp, self.shift)
 
     def resumed(self, state: Mapping[str, Any]) -> BatchShard:
-        """Return the shard whose step of ``state`` begins behind the samples that were read when it was saved."""
+        """Return the shard whose step of ``state`` begins after the samples that were read when it was saved."""
         here = self.sizes.before(state["step"])
         return replace(self, shift=self.shift + state.get("samples", here) - here)
 
@@ -68,20 +68,23 @@ class BatchShard:
         return self.global_batch_size // self.data_size
 
     def span(self, size: int) -> tuple[int, int]:
-        """From and up to which sample this data rank has a global batch of this size; of a smaller last one some data
-        ranks may have a sample less, or none.
+        """Return the (start, stop) of this data rank's samples in a global batch of this size.
+
+        In a smaller last batch some data ranks may have a sample less, or none.
         """
         return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
 
     @property
     def batch_size_name(self) -> str:
-        """What messages call ``global_batch_size``."""
+        """Name of ``global_batch_size`` in messages."""
         return "train.global_batch_size" if self.endless else "the validation batch size (train.eval_batch_size)"
 
 
 class SampleOrder:
-    """Which samples of a dataset make up the batches of one data rank: from the endless sequence of all epochs in
-    training, from first to last in validation. Many steps are computed at once, because few take as long.
+    """The samples in the batches of one data rank.
+
+    In training they come from the endless sequence of all epochs, in validation from first to last. Many steps are
+    computed at once, which takes as long as few.
     """
 
     _AT_ONCE = 4096
@@ -89,16 +92,16 @@ class SampleOrder:
     def __init__(self, shard: BatchShard, num_samples: int) -> None:
         self.shard, self.num_samples = shard, num_samples
         self._num_steps = max(1, min(self._AT_ONCE, num_samples) // shard.global_batch_size)
-        #: a number of steps that follow each other, and this data rank's samples of each
+        #: number of a block of consecutive steps, and this data rank's samples of each step
         self._block: tuple[int, IndexArray] | None = None
 
     def span(self, step: int) -> tuple[int, int]:
-        """From and up to which place of the global batch of a step this data rank's samples are."""
+        """Return the (start, stop) of this data rank's samples in the global batch of a step."""
         whole = self.shard.sizes.at(step)
         return self.shard.span(whole if self.shard.endless else min(whole, self.num_samples - step * whole))
 
     def indices(self, step: int, span: tuple[int, int]) -> IndexArray:
-        """The samples of a step; of a validation batch those of any span."""
+        """Return the samples of a step in a span of its global batch; in training the span is that of `span`."""
         sizes, places = self.shard.sizes, np.arange(*span)
         if not self.shard.endless:
             return sizes.before(step) + places
@@ -111,7 +114,7 @@ class SampleOrder:
         return self._block[1][row]
 
     def _shuffled(self, places: IndexArray) -> IndexArray:
-        """The samples in these places of the endless sequence."""
+        """Return the samples at these positions of the endless sequence."""
         epochs, positions = np.divmod(places, self.num_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -120,9 +123,7 @@ class SampleOrder:
         return samples
 
     def seeds(self, step: int, span: tuple[int, int], indices: IndexArray) -> list[int]:
-        """For each of these samples a 63-bit seed of the random numbers that are drawn while it is read: a function of
-        (seed, epoch, index).
-        """
+        """Return a 63-bit seed for reading each of these samples: a function of (seed, epoch, index)."""
         epochs = (self.shard.sizes.before(step) + np.arange(*span)) // self.num_samples
         keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
         seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()
@@ -130,10 +131,10 @@ class SampleOrder:
 
 
 def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.global_batch_size") -> int:
-    """Samples of one data rank.
+    """Return the samples of one data rank.
 
     Raises:
-        ValueError: when the global batch is empty or does not divide; names the nearest sizes that do.
+        ValueError: if the global batch is empty or does not divide; it names the nearest sizes that do.
     """
     if global_batch_size < 1:
         raise ValueError(f"{what} = {global_batch_size}: a batch needs at least one sample")
@@ -147,21 +148,21 @@ def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.
 
 
 def permute(numbers: IndexArray, n: int, seed: int, epoch: int) -> IndexArray:
-    """The image of ``numbers`` (any shape, within 0..n-1) under the permutation of 0..n-1 of (seed, epoch)."""
+    """Return the image of ``numbers`` (any shape, within 0..n-1) under the permutation of (seed, epoch)."""
     keys = _round_keys(seed, epoch)
     high = math.isqrt(n - 1) + 1
     radices = np.uint64(high), np.uint64(-(-n // high))
-    out = _feistel(numbers.astype(np.uint64), radices, keys)
-    outside = out >= n
+    image = _feistel(numbers.astype(np.uint64), radices, keys)
+    outside = image >= n
     while outside.any():
-        out[outside] = _feistel(out[outside], radices, keys)
-        outside = out >= n
-    return out.astype(np.int64)
+        image[outside] = _feistel(image[outside], radices, keys)
+        outside = image >= n
+    return image.astype(np.int64)
 
 
 @functools.lru_cache(maxsize=8)
 def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    return tuple(seed_words(seed, (0, epoch), _ROUNDS))  # 0: apart from the keys of `derive_seeds`
+    return tuple(seed_words(seed, (0, epoch), _ROUNDS))  # 0 separates them from the keys of `derive_seeds`
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,19 +171,19 @@ def _seed_key(seed: int, epoch: int) -> np.uint64:
 
 
 def _feistel(numbers: np.ndarray, radices: tuple[np.uint64, np.uint64], keys: tuple[np.uint64, ...]) -> np.ndarray:
-    """One pass over 0..high*low-1; each round is a bijection whatever its hash is."""
+    """Return one pass over 0..high*low-1; each round is a bijection, whatever its hash."""
     high, low = radices
-    left, right = np.divmod(numbers, low)
+    first, second = np.divmod(numbers, low)
     for number, key in enumerate(keys):
         if number % 2:
-            right = (right + _hash(left, key) % low) % low
+            second = (second + _hash(first, key) % low) % low
         else:
-            left = (left + _hash(right, key) % high) % high
-    return left * low + right
+            first = (first + _hash(second, key) % high) % high
+    return first * low + second
 
 
 def _hash(values: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
-    """The finaliser of MurmurHash3 on ``values + key``; uint64 arithmetic wraps."""
+    """Return the finaliser of MurmurHash3 of ``values + key``; uint64 arithmetic wraps."""
     mixed = values + key
     for multiplier in _MULTIPLIERS:
         mixed ^= mixed >> _SHIFT

@@ -1,8 +1,7 @@
-"""Where batches come from: the interface of a source, and the source that reads samples by number (`MapSource`), maybe
-in worker processes.
+"""Sources of batches: the interface, and `MapSource`, which reads samples by number, perhaps in worker processes.
 
-A source gives this data rank's batch of one step after the other, on the CPU. `colossus.data.streams` has the sources
-that can only be read from the front.
+A source reads this data rank's batch of one step after the other, on the CPU. The sources of iterables are in
+`colossus.data.streams`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from colossus.data.tokens import BatchedDataset
 from colossus.data.workers import require_sendable, require_shared_memory, start_workers
 from colossus.random import GLOBAL_RNG, derive_seeds
 
-#: in the place of a step: the marks of the dataset
+#: a step that stands for the marks of the dataset
 _MARKS = -1
 
 
@@ -39,11 +38,11 @@ class Source(ABC):
 
     Attributes:
         step: number of the next one.
-        shard: what this data rank reads.
-        name: what messages call the data.
-        per_rank: each data rank reads samples of its own.
-        takes_marks: whether marks are taken of the first samples that are read.
-        marks: of samples that are the same on all data ranks, unless ``per_rank``; None before they are taken.
+        shard: the shard of each batch that this data rank reads.
+        name: name of the data in messages.
+        per_rank: whether each data rank reads samples of its own.
+        takes_marks: whether the first samples that are read are marked.
+        marks: marks of samples that are the same on all data ranks, unless ``per_rank``; None until they are read.
     """
 
     step: int = 0
@@ -59,7 +58,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self) -> Batch:
-        """The next batch; raises `EndOfData` when there is none (never for data that starts over)."""
+        """Return the next batch; raise `EndOfData` if there is none (never for data that starts over)."""
 
     @abstractmethod
     def seek(self, step: int) -> None:
@@ -74,16 +73,18 @@ class Source(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of ``state``: behind the samples that were read, whatever the batch was then."""
+        """Continue after the samples that were read when the state was saved, whatever the batch size was."""
 
     @abstractmethod
     def repeating_leaves(self) -> set[str] | None:
-        """Return the leaves of samples that are the same when they are read twice, see `repeating`: reads them."""
+        """Read samples twice, and return the leaves that are the same, see `repeating`."""
 
 
 class MapSource(Source):
-    """A dataset with ``__getitem__`` and ``__len__``, read in the order of `SampleOrder` (training) or from first to
-    last, of which the last batch may be smaller (validation).
+    """A dataset with ``__getitem__`` and ``__len__``.
+
+    In training it is read in the order of `SampleOrder`, in validation from first to last, and the last batch may be
+    smaller.
     """
 
     def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
@@ -93,7 +94,7 @@ class MapSource(Source):
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
         self.shard, self._options = shard, options
         self._by_step = _Batches(dataset, SampleOrder(shard, self.num_samples), options)
-        #: where the run was resumed: the batch may have been another one before
+        #: step at which the run was resumed; the batch may have had another size before
         self._first_step = 0
         self._workers: Iterator[Batch] | None = None
 
@@ -139,7 +140,7 @@ class MapSource(Source):
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            if begins_with_marks:  # the first to open a file must not be the process that workers are forked from
+            if begins_with_marks:  # a worker reads them: the process that forks workers must not open files of the data
                 steps = itertools.chain([_MARKS], steps)
             seed = derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]
             self._workers = start_workers(self._by_step, steps, self._options, seed)
@@ -149,7 +150,7 @@ class MapSource(Source):
                 self.marks = next(workers)
             return next(workers)
         except BaseException as error:
-            self._workers = None  # they were past this step, which is to be read again
+            self._workers = None  # they have passed this step, which must be read again
             workers._shutdown_workers()  # type: ignore[attr-defined]
             require_shared_memory(self._options, error)
             if str(error).startswith("DataLoader timed out"):
@@ -157,23 +158,23 @@ class MapSource(Source):
                     f"data.num_workers = {self._options.num_workers}: no batch came from a data loader worker in "
                     f"{self._options.worker_timeout:g} s (data.worker_timeout). If no batch takes that long, a worker "
                     f"is locked: it was forked while another thread held a lock (pytorch issue 130610). "
-                    f"data.multiprocessing_context='forkserver' starts workers that hold none"
+                    f"data.multiprocessing_context='forkserver' starts workers without locks"
                 ) from None
             if str(error).endswith("exited unexpectedly"):
                 raise RuntimeError(
-                    f"data.num_workers = {self._options.num_workers}: {error}, before it gave a batch: what it has "
-                    f"printed says why"
+                    f"data.num_workers = {self._options.num_workers}: {error}, before it returned a batch: its output "
+                    f"says why"
                 ) from None
             # without torch's frames, one of which has the error as a local: a reference cycle, see `_Batches`
             raise error.with_traceback(None) from None
 
 
 class _Batches(Dataset[Any]):
-    """The batches of one data rank, by step: what loader workers hold.
+    """The batches of one data rank, by step; loader workers have a copy.
 
-    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index).
-    It must not lead back to the source: in a reference cycle workers are left to the garbage collector, which takes 5 s
-    to end each.
+    While a sample is read, the global generators of torch, `random` and `numpy.random` are seeded from (seed, epoch,
+    index). It must not reference the source: in a reference cycle workers are left to the garbage collector, which
+    takes 5 s to end each.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, options: ReadingOptions) -> None:
@@ -189,19 +190,19 @@ class _Batches(Dataset[Any]):
         if step == _MARKS:
             return self.marks()
         start, stop = self._order.span(step)
-        if start == stop:  # no sample: a batch of one without it, which looks as others do
+        if start == stop:  # no sample: an empty slice of a batch of one, so that shapes and keys are those of others
             return SampleDims(self._order.shard.batch_dims).cut(self._read(step, (0, 1)), 0, 0)
         return self._read(step, (start, stop))
 
     def marks(self) -> Marks:
-        """Return the marks of samples all over the dataset; none where one of them cannot be read."""
+        """Return the marks of samples all over the dataset; empty if one of them cannot be read."""
         indices = np.unique(np.linspace(0, self._order.num_samples - 1, NUM_MARKED).astype(np.int64))
         try:
             if self._reads_batches:
                 return marks_of_batch(self._dataset.batch(indices))
             with GLOBAL_RNG.preserved():
                 return marks_of(self._samples(indices.tolist(), indices.tolist()))
-        except Exception:  # it is raised where training reads that sample
+        except Exception:  # training raises it when it reads that sample
             return {}
 
     def _read(self, step: int, span: tuple[int, int]) -> Batch:

@@ -1,8 +1,7 @@
-"""Sources that are read from the front: how a place is found again; an iterable of samples (`SampleStream`).
+"""Sources that are read from the front: how they resume, and an iterable of samples (`SampleStream`).
 
-`colossus.data.batch_stream` has the source of ready batches.
-
-Every rank reads the same stream and keeps its shard of each batch, except where data is per data rank already.
+`colossus.data.batch_stream` has the source of ready batches. Every rank reads the same stream and keeps its shard of
+each batch, unless the data differs between data ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +30,25 @@ log = logging.getLogger("colossus.data")
 
 _ONE_PASS = (
     "is an iterator, which can be read once and not from the start again: "
-    "give an iterable, such as a DataLoader or a class with __iter__"
+    "use an iterable, such as a DataLoader or a class with __iter__"
 )
 
 
 class StreamSource(Source):
     """Items of an iterable, pass after pass, for data that cannot seek: a step is reached by reading up to it.
 
-    A pass begins, and the items of one batch are read, under global random generators seeded from (seed, epoch, place
-    in the pass): the shuffle of a plain DataLoader is the same on all ranks and after a resume. Before each pass
-    ``set_epoch`` of the iterable, its samplers and its dataset is called, and the ``generator`` of a DataLoader or
+    The start of a pass and the items of each batch are read with global random generators seeded from (seed, epoch,
+    position in the pass). So the shuffle of a plain DataLoader is the same on all ranks and after a resume. Before each
+    pass ``set_epoch`` of the iterable, its samplers and its dataset is called, and the ``generator`` of a DataLoader or
     sampler is seeded.
 
     Args:
-        iterable: what is read; an iterator (a generator, say) has one pass only.
-        stateful: what may have ``state_dict`` and ``load_state_dict``, the protocol of torchdata's
-            `StatefulDataLoader`; without them a place is found again by reading up to it.
-        gives_batches: an item is a batch, and no sample.
+        iterable: the iterable; an iterator (for example a generator) has one pass only.
+        shard: the shard of each batch that this data rank reads.
+        options: how data is read.
+        stateful: object that may have ``state_dict`` and ``load_state_dict``, the protocol of torchdata's
+            `StatefulDataLoader`; without them a position is reached by reading up to it.
+        gives_batches: whether an item is a batch, not a sample.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class StreamSource(Source):
         self._whole = shard.size if options.per_rank else shard.global_batch_size
         self._iterable, self._gives_batches, self._seeds_items = iterable, gives_batches, options.seeds(iterable)
         self._iterator: Iterator[Any] | None = None
-        self._epoch, self._offset = 0, 0  # of the next item; the latter counts those of its pass
-        #: how the items of the pass so far were read: [items at a time, times], which seeds follow from
+        self._epoch, self._offset = 0, 0  # pass of the next item, and its position in the pass
+        #: how the items of the pass so far were read, [items at a time, times]: seeds depend on it
         self._reads: list[list[int]] = []
-        #: a pass was empty: the data cannot start over
+        #: whether a pass was empty: the data cannot start over
         self._has_ended = False
-        #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
+        #: whether it can certainly not start over; a user's iterator class may do so in its __iter__
         self._has_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
-        #: the user's own state before the first pass, and the one to be loaded when a pass begins; empty: none
+        #: the user's state before the first pass, and the one to load when a pass begins; empty: none
         self._first_state: list[Any] = []
         self._next_state: list[Any] = []
         if self._has_one_pass and not shard.endless:
-            raise ValueError(f"data.validation: {self.name} {_ONE_PASS}, because every evaluation reads it anew")
+            raise ValueError(f"data.validation: {self.name} {_ONE_PASS}, because every evaluation reads it again")
 
     def read(self) -> Batch:
         if not self.shard.endless and self._epoch:  # the pass of an evaluation has ended
@@ -85,41 +86,44 @@ class StreamSource(Source):
 
     @abstractmethod
     def _read(self) -> Batch:
-        """The next batch, or `EndOfData`."""
+        """Return the next batch, or raise `EndOfData`."""
 
     def _span(self, size: int) -> tuple[int, int]:
-        """From and up to which sample of a batch of this size this data rank takes."""
+        """Return the (start, stop) of the samples that this data rank takes of a batch of this size."""
         return (0, size) if self.per_rank else self.shard.span(size)
 
     def _take(self, count: int, keep: range, *, wrap: bool) -> tuple[list[Any], int]:
         """Read the next ``count`` items.
 
         Args:
-            keep: places among them.
-            wrap: go on with the next pass.
+            count: number of items.
+            keep: positions of the items to return.
+            wrap: whether to continue with the next pass.
 
         Returns:
-            the items in these places, and how many were read: fewer where the data ends.
+            The items at these positions, and the number of items that were read: fewer if the data ends.
         """
-        kept: list[Any] = []
+        items: list[Any] = []
         place = 0
         while place < count and not self._has_ended:
             before = place
             with GLOBAL_RNG.preserved() if self._iterator is None or self._seeds_items else nullcontext():
                 if self._iterator is None:
                     self._iterator = self._begin()
-                if self._seeds_items and self._offset:  # the first items go on from what the beginning has drawn
+                if (
+                    self._seeds_items and self._offset
+                ):  # the first items use the generators as the start of the pass leaves them
                     GLOBAL_RNG.seed(self._rng_seed(self._offset))
                 for item in islice(self._iterator, count - place):
                     if place in keep:
-                        kept.append(item)
+                        items.append(item)
                     place += 1
             self._count_read(place - before)
             if place < count:
                 self._end_pass()
                 if not wrap:
                     break
-        return kept, place
+        return items, place
 
     def _count_read(self, items: int) -> None:
         self._offset += items
@@ -153,15 +157,13 @@ class StreamSource(Source):
     def _end_pass(self) -> None:
         if not self._offset and not self._epoch:
             raise ValueError(
-                f"{self.name} gave nothing: the data is empty, or it is an iterator already read to its end"
+                f"{self.name} has no items: the data is empty, or it is an iterator already read to its end"
             )
         self._has_ended = not self._offset
         self._epoch, self._offset, self._reads, self._iterator = self._epoch + 1, 0, [], None
 
     def _end_workers(self) -> None:
-        """End the workers that a DataLoader keeps (``persistent_workers``): generators and datasets in them are where
-        earlier passes have left them, and those of a resumed run are not.
-        """
+        """End persistent workers of a DataLoader, whose state of earlier passes a resumed run could not restore."""
         if isinstance(self._iterable, DataLoader) and self.stateful is None:
             self._iterable._iterator = None
 
@@ -175,7 +177,7 @@ class StreamSource(Source):
         self._end_workers()
 
     def seek(self, step: int) -> None:
-        if step < self.step or not step:  # a first step may have failed, and taken items
+        if step < self.step or not step:  # a failed first step may have read items
             if not self._has_one_pass:
                 self.shard = replace(self.shard, shift=0)
                 self._go_to(0, 0, [], self._first_state)
@@ -193,14 +195,14 @@ class StreamSource(Source):
         place: dict[str, Any] = {"epoch": self._epoch, "offset": self._offset, "reads": deepcopy(self._reads)}
         if self.stateful is not None and (self._iterator is not None or self._next_state or self._epoch):
             user = self._next_state[0] if self._next_state else self.stateful.state_dict()
-            place["user"] = deepcopy(user)  # an object may give the very state that it goes on to change
+            place["user"] = deepcopy(user)  # an object may return the very state that it changes later
         return {"step": self.step, "passes": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place of ``state``: by the user's own state when the next item is read, or by reading up to it.
+        """Go to the position of ``state``: by the user's state when the next item is read, or by reading up to it.
 
         Raises:
-            ValueError: the data has fewer items than were read.
+            ValueError: if the data has fewer items than were read.
         """
         shard, step, passes = self.shard.resumed(state), state["step"], state.get("passes")
         if passes is None:  # saved when the data was of another kind
@@ -213,11 +215,11 @@ class StreamSource(Source):
         self.shard, self.step = shard, step
 
     def repeating_leaves(self) -> set[str] | None:
-        if self.stateful is not None or hasattr(self._iterable, "__next__"):  # the place would be lost
+        if self.stateful is not None or hasattr(self._iterable, "__next__"):  # the position would be lost
             return None
         try:
             read_anew = self._read_anew()
-        except Exception:  # what cannot be copied
+        except Exception:  # it cannot be copied
             return None
 
         def read() -> Marks:
@@ -228,7 +230,7 @@ class StreamSource(Source):
 
     @abstractmethod
     def _read_anew(self) -> Callable[[], Marks]:
-        """Return what reads the first samples again, and leaves the iterable as it is; raises where it cannot."""
+        """Return a function that reads the first samples again without changing the iterable, or raise."""
 
     def _read_again(self, epoch: int, reads: list[list[int]]) -> None:
         self.seek(0)
@@ -241,7 +243,7 @@ class StreamSource(Source):
                 raise ValueError(f"{self.name} has less than the {total} items that the run had read of pass {epoch}")
 
     def _reads_of(self, state: dict[str, Any]) -> list[list[int]]:
-        """Return how the pass of ``state`` was read, in items as they are now: batches may be larger or smaller."""
+        """Return how the pass of ``state`` was read, in items of today: batches may be larger or smaller now."""
         size, offset = self.shard.global_batch_size, state["passes"]["offset"]
         if not self._gives_batches or (old := state.get("global_batch_size", size)) == size:
             return state["passes"].get("reads", [[offset, 1]])
@@ -256,9 +258,7 @@ def _total(reads: list[list[int]]) -> int:
 
 
 def _has_shuffle_buffer(stateful: Any) -> bool:
-    """Return whether it is, or reads, a stream of Hugging Face's ``datasets`` that shuffles by a buffer: its state_dict
-    leaves out the samples in there.
-    """
+    """Return whether it is a stream of ``datasets`` with a shuffle buffer, which its state_dict leaves out."""
     parts = [stateful, getattr(stateful, "dataset", None)]
     while parts:
         part = parts.pop()
@@ -271,11 +271,12 @@ def _has_shuffle_buffer(stateful: Any) -> bool:
 
 
 class SampleStream(StreamSource):
-    """An IterableDataset: each step takes ``global_batch_size`` samples, and collates those of this data rank. With
-    ``per_rank`` the dataset gives the samples of this data rank alone, and a step takes that many.
+    """An IterableDataset.
 
-    A batch that the end of a pass leaves incomplete is filled from the next pass. Where there is no next one it is
-    dropped in training, and the last one in validation.
+    Each step takes ``global_batch_size`` samples, and collates those of this data rank. With ``per_rank`` the dataset
+    yields the samples of this data rank alone, and a step takes as many as the rank needs. A batch that the end of a
+    pass leaves incomplete is filled from the next pass. If there is no next pass, it is dropped in training; in
+    validation it is the last batch.
     """
 
     def __init__(self, dataset: IterableDataset[Any], shard: BatchShard, options: ReadingOptions) -> None:
@@ -294,7 +295,9 @@ class SampleStream(StreamSource):
             self.marks = marks_of(samples)
         if keeps_all:
             start, stop = self._span(size)
-            if start == stop:  # no sample: a batch of one without it, which looks as others do
+            if (
+                start == stop
+            ):  # no sample: an empty slice of a batch of one, so that shapes and keys are those of others
                 return SampleDims(self.shard.batch_dims).cut(self._collated(samples[:1], start), 0, 0)
             samples = samples[start:stop]
         return self._collated(samples, start)

@@ -1,7 +1,7 @@
 """Text as bytes (vocabulary of 256), or as ids of a tokenizer: Python's own standard library, and a folder of files.
 
-Which files are held out for validation depends on a hash of their relative path only. So a file stays in its split when
-others come and go, and from one Python version to the next.
+A hash of its relative path decides whether a file is held out for validation. So a file stays in its split when others
+come and go, and from one Python version to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.tokens import TokenWindows, check_split
 
 STDLIB_FRACTION = 0.05
-# Tests, and what other packages or the build of this Python put there: it differs between machines of one version.
+# tests, and files of other packages or of the build of this Python, which differ between machines of one version
 _LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
@@ -36,9 +36,10 @@ class _TextWindows(TokenWindows):
     """One split of a list of files.
 
     Attributes:
-        tokenizer: how the text has become ids.
-        sha256: of the text.
+        tokenizer: tokenizer of the text.
+        sha256: SHA-256 of the text.
         held_out: whether "files" are held out for validation, or the "tail" of all.
+        file_names: files of the split.
     """
 
     def __init__(
@@ -73,20 +74,21 @@ class _TextWindows(TokenWindows):
 class PythonStdlib(_TextWindows):
     """The source of the running Python's standard library: real text on every machine, nothing to download.
 
-    The first ``max_bytes`` of all ``.py`` files sorted by relative path, tests and installed packages left out; about
-    5 % of the files are held out for validation. The text differs between Python versions: the log names its SHA-256.
+    It is the first ``max_bytes`` of all ``.py`` files sorted by relative path, without tests and installed packages;
+    about 5 % of the files are held out for validation. The text differs between Python versions: the log has its
+    SHA-256.
 
     Args:
         seq_len: tokens of a sample: bytes, unless there is a tokenizer.
         split: ``"train"`` or ``"validation"``.
         max_bytes: bytes of both splits together.
-        tokenizer: a ``tokenizer.json`` of Hugging Face, or a folder with one (`colossus.data.tokenizer`); each file is
-            encoded by itself, as are both parts of one of which the tail is held out. None is bytes, or the tokenizer
-            of the folder in ``model = dict(type="hf", path=...)``.
+        tokenizer: a ``tokenizer.json`` of Hugging Face, or a folder with one (`colossus.data.tokenizer`). Each file is
+            encoded by itself, as are both parts of a file whose tail is held out. None is bytes, or the tokenizer of
+            the folder in ``model = dict(type="hf", path=...)``.
 
     Raises:
-        ValueError: a Python that ships without readable sources.
-        TooLittleData: ``max_bytes`` too small for a sample.
+        ValueError: if this Python has no readable sources.
+        TooLittleData: if ``max_bytes`` is too small for a sample.
     """
 
     def __init__(
@@ -106,20 +108,20 @@ class PythonStdlib(_TextWindows):
 class TextFolder(_TextWindows):
     """All files of a folder that match a pattern, in the order of their relative paths.
 
-    About ``validation_fraction`` of the files is held out. Where whole files cannot give a share within a factor
-    of three of that (one file, or a few of unlike size), the tail of the whole text is held out instead.
+    About ``validation_fraction`` of the bytes is held out, as whole files. If these would be less than a third or more
+    than three times as much (one file, or a few of unlike size), the tail of the whole text is held out instead.
 
     Args:
-        path: the folder; ``~`` is understood.
+        path: the folder; ``~`` is expanded.
         seq_len: tokens of a sample: bytes, unless there is a tokenizer.
-        pattern: which files, as in `pathlib.Path.glob`.
+        pattern: pattern of file names, as in `pathlib.Path.glob`.
         split: ``"train"`` or ``"validation"``.
-        validation_fraction: share of the bytes held out; 0 holds nothing out.
-        tokenizer: as of `PythonStdlib`.
+        validation_fraction: fraction of the bytes that is held out; 0 holds nothing out.
+        tokenizer: see `PythonStdlib`.
 
     Raises:
-        ValueError: no such folder, or no file that matches.
-        TooLittleData: the text of this split is too short for one sample.
+        ValueError: if there is no such folder, or no file that matches.
+        TooLittleData: if the text of this split is too short for one sample.
     """
 
     def __init__(
@@ -135,26 +137,27 @@ class TextFolder(_TextWindows):
         if not root.is_dir():
             what = "is a file, not a folder" if root.exists() else "does not exist"
             raise ValueError(f"TextFolder: {str(path)!r} {what} (looked from {os.getcwd()}); set data.path to a folder")
-        matched = [(found.relative_to(root).as_posix(), found) for found in root.glob(pattern) if found.is_file()]
+        matched = [(file.relative_to(root).as_posix(), file) for file in root.glob(pattern) if file.is_file()]
         if not matched:
             raise ValueError(
                 f"TextFolder: no file in {str(path)!r} matches {pattern!r}; set data.pattern (for example '**/*.md')"
             )
-        files = [TextFile(name, found, found.stat().st_size) for name, found in sorted(matched)]
+        files = [TextFile(name, file, file.stat().st_size) for name, file in sorted(matched)]
         super().__init__(files, seq_len, split, validation_fraction, f"TextFolder {str(path)!r}", tokenizer)
 
 
 def stdlib_files(max_bytes: int, name: str) -> list[TextFile]:
-    """The first ``max_bytes`` of the source of the standard library.
+    """Return the files with the first ``max_bytes`` of the source of the standard library.
 
     Args:
-        name: what a message calls the data.
+        max_bytes: bytes to take.
+        name: name of the data in messages.
 
     Raises:
-        ValueError: a Python that ships without readable sources.
+        ValueError: if this Python has no readable sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    sources = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith(_LEFT_OUT_PREFIXES)
@@ -162,20 +165,20 @@ def stdlib_files(max_bytes: int, name: str) -> list[TextFile]:
         for name in names:
             if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES):
                 path = Path(folder, name)
-                found.append(TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size))
-    if not found:
+                sources.append(TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size))
+    if not sources:
         raise ValueError(f"{name}: no .py file under {root}; this Python ships its standard library without source")
-    out, left = [], max_bytes
-    for file in sorted(found):
-        if left <= 0:
+    files, remaining = [], max_bytes
+    for file in sorted(sources):
+        if remaining <= 0:
             break
-        out.append(file._replace(size=min(file.size, left)))
-        left -= file.size
-    return out
+        files.append(file._replace(size=min(file.size, remaining)))
+        remaining -= file.size
+    return files
 
 
 def texts_of_split(files: list[TextFile], fraction: float, split: str) -> tuple[list[TextFile], list[bytes], str]:
-    """The files of a split, the text that it has of each, and whether "files" are held out or the "tail" of all."""
+    """Return the files of a split, its text of each, and whether "files" are held out or the "tail" of all."""
     chosen, held_out = _one_split(files, fraction, split)
     texts = [file.path.read_bytes()[: file.size] for file in chosen]
     if held_out == "tail":
@@ -185,16 +188,20 @@ def texts_of_split(files: list[TextFile], fraction: float, split: str) -> tuple[
 
 
 def _one_split(files: list[TextFile], fraction: float, split: str) -> tuple[list[TextFile], str]:
-    """The files of a split and how it is held out; with "tail" all files, to be cut by the caller."""
-    held = [_fraction_of(file.name) < fraction for file in files]
-    share = sum(file.size for file, out in zip(files, held, strict=True) if out) / max(1, sum(f.size for f in files))
+    """Return the files of a split and how it is held out; with "tail" all files, which the caller cuts."""
+    held_out = [_fraction_of(file.name) < fraction for file in files]
+    share = sum(file.size for file, is_out in zip(files, held_out, strict=True) if is_out) / max(
+        1, sum(f.size for f in files)
+    )
     if fraction / 3 <= share <= 3 * fraction and share < 1:
-        return [file for file, out in zip(files, held, strict=True) if out == (split == "validation")], "files"
+        return [
+            file for file, is_out in zip(files, held_out, strict=True) if is_out == (split == "validation")
+        ], "files"
     return files, "tail"
 
 
 def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
-    """Texts up to a byte of all of them and from there on, each with its part of the text that the byte is in."""
+    """Return the texts before and after a byte of all of them together; the text with the byte is cut in two."""
     for number, text in enumerate(texts):
         if at < len(text):
             return [*texts[:number], text[:at]], [text[at:], *texts[number + 1 :]]
@@ -203,6 +210,6 @@ def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def _fraction_of(name: str) -> float:
-    """A number in [0, 1) that belongs to the name."""
+    """Return a number in [0, 1) that depends on the name alone."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64

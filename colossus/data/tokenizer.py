@@ -1,6 +1,4 @@
-"""How text becomes token ids: as bytes, or by a ``tokenizer.json`` of Hugging Face. Ids that were made once are kept on
-the disk.
-"""
+"""Token ids of text: as bytes, or by a ``tokenizer.json`` of Hugging Face. Computed ids are cached on the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config.errors import ConfigError
 from colossus.config.user_path import user_path
 
-#: changes what is kept on the disk: files of another number are not read
+#: version of the cached files; those of another version are not read
 _VERSION = 2
 #: texts that are encoded at a time
 _AT_ONCE = 256
@@ -30,12 +28,12 @@ Ids = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class DatasetTokenizer:
-    """What a dataset says of its ids, and what each checkpoint of a run with it holds.
+    """The tokenizer of a dataset, which each checkpoint of a run stores.
 
     Attributes:
-        name: as of `colossus.checkpoint.Manifest`: ``bytes`` or ``tokenizer.json``.
-        content: of the file as it was when the dataset was made; empty for bytes.
-        path: of the file.
+        name: that of `colossus.checkpoint.Manifest`: ``bytes`` or ``tokenizer.json``.
+        content: content of the file when the dataset was made; empty for bytes.
+        path: path of the file.
     """
 
     name: str
@@ -44,7 +42,7 @@ class DatasetTokenizer:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """What goes into the folder of a checkpoint."""
+        """Files for the folder of a checkpoint."""
         return {self.name: self.content} if self.content else {}
 
     @property
@@ -52,10 +50,10 @@ class DatasetTokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encode(self, texts: Sequence[bytes], title: str) -> Ids:
-        """The ids of texts, one behind the other, [ids] uint16 or uint32; without special tokens.
+        """Return the ids of texts one after the other, [ids] uint16 or uint32, without special tokens.
 
-        Each text is UTF-8, in which invalid bytes become U+FFFD. Ids that were made once are kept for all
-        processes of a machine (`kept_ids`).
+        Each text is UTF-8, in which invalid bytes become U+FFFD. Ids are cached for all processes of a machine
+        (`cached_ids`).
 
         Raises:
             ValueError: without the library `tokenizers`, or for a file that it cannot read.
@@ -63,7 +61,7 @@ class DatasetTokenizer:
         key = hashlib.sha256(f"{_VERSION} {self.sha256}".encode())
         for text in texts:
             key.update(hashlib.sha256(text).digest())
-        return kept_ids(key.hexdigest(), lambda: self._encode(texts, title))
+        return cached_ids(key.hexdigest(), lambda: self._encode(texts, title))
 
     def _encode(self, texts: Sequence[bytes], title: str) -> Ids:
         encoder = load_tokenizer(self.content, f"{title}: tokenizer {str(self.path)!r}")
@@ -72,16 +70,19 @@ class DatasetTokenizer:
         parts = [np.zeros(0, dtype)]
         for start in range(0, len(texts), _AT_ONCE):
             decoded = [text.decode("utf-8", "replace") for text in texts[start : start + _AT_ONCE]]
-            parts += [np.array(each.ids, dtype) for each in encoder.encode_batch(decoded, add_special_tokens=False)]
+            encodings = encoder.encode_batch(decoded, add_special_tokens=False)
+            parts += [np.array(encoding.ids, dtype) for encoding in encodings]
         return np.concatenate(parts)
 
 
 def load_tokenizer(content: bytes, title: str) -> Any:
-    """The ``tokenizers.Tokenizer`` of a tokenizer.json, without the length to which the file may have texts cut or
-    padded: a text is all of its tokens and no others.
+    """Return the ``tokenizers.Tokenizer`` of a tokenizer.json.
+
+    It does not truncate or pad, even if the file says so: a text is all of its tokens and no others.
 
     Args:
-        title: what a message begins with.
+        content: content of the file.
+        title: beginning of messages.
 
     Raises:
         ValueError: without the library `tokenizers`, or for a file that it cannot read.
@@ -93,43 +94,43 @@ def load_tokenizer(content: bytes, title: str) -> Any:
             f"{title} needs the library tokenizers, which is not installed: pip install colossus[hf]"
         ) from None
     try:
-        made = library.Tokenizer.from_buffer(content)
+        tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare ones
         raise ValueError(f"{title} cannot be read: {error}") from None
-    made.no_truncation()
-    made.no_padding()
-    return made
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def dataset_tokenizer(given: str | os.PathLike[str] | None, title: str) -> DatasetTokenizer | None:
-    """What ``data.tokenizer`` means: ``"bytes"``, a tokenizer.json, a folder with one, or None.
+def dataset_tokenizer(named: str | os.PathLike[str] | None, title: str) -> DatasetTokenizer | None:
+    """Return the tokenizer of ``data.tokenizer``: ``"bytes"``, a tokenizer.json, a folder with one, or None.
 
     Raises:
-        ValueError: for a file that is not there, or is none.
+        ValueError: if the file does not exist, or is no tokenizer.json.
     """
-    if given is None:
+    if named is None:
         return None
-    if given == BYTES:
+    if named == BYTES:
         return DatasetTokenizer(BYTES)
-    path = user_path(given)
+    path = user_path(named)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         content = file.read_bytes()
     except OSError as error:
         what = f"has no {TOKENIZER_FILE}" if path.is_dir() else error.strerror or str(error)
         raise ValueError(
-            f"{title}: tokenizer = {str(given)!r}: {what} (looked from {os.getcwd()}); name a {TOKENIZER_FILE}, a "
+            f"{title}: tokenizer = {str(named)!r}: {what} (looked from {os.getcwd()}); name a {TOKENIZER_FILE}, a "
             f"folder with one, or {BYTES!r}"
         ) from None
     if not content.lstrip().startswith(b"{"):
-        raise ValueError(f"{title}: tokenizer = {str(given)!r}: {file} is no {TOKENIZER_FILE} (it is no JSON object)")
+        raise ValueError(f"{title}: tokenizer = {str(named)!r}: {file} is no {TOKENIZER_FILE} (it is no JSON object)")
     return DatasetTokenizer(TOKENIZER_FILE, content, file)
 
 
 def tokenizer_of(data: Any) -> DatasetTokenizer | None:
-    """What data says of its ids by an attribute ``tokenizer``, where that can be recorded.
+    """Return the tokenizer that data names by an attribute ``tokenizer``, if it can be stored.
 
-    Of a user's own dataset that is "bytes", or the path of a tokenizer.json or of a folder with one.
+    A user's dataset may have "bytes", or the path of a tokenizer.json or of a folder with one.
     """
     named = getattr(data, "tokenizer", None)
     if isinstance(named, DatasetTokenizer):
@@ -140,38 +141,38 @@ def tokenizer_of(data: Any) -> DatasetTokenizer | None:
 
 
 def require_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
-    """Raise ValueError where the ids of training and validation data mean other tokens."""
+    """Raise ValueError if training and validation data have different tokenizers."""
     if train is None or not isinstance(validation, DatasetTokenizer):
         return
     if (train.name, train.content) != (validation.name, validation.content):
         raise ValueError(
             f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
-            f"{train.path or train.name}; give both the same tokenizer (data.tokenizer, data.validation.tokenizer)"
+            f"{train.path or train.name}; use the same tokenizer for both (data.tokenizer, data.validation.tokenizer)"
         )
 
 
-def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
-    """What ``make`` gives, [ids] uint16 or uint32; memory-mapped where it has been made for this key before.
+def cached_ids(key: str, make: Callable[[], Ids]) -> Ids:
+    """Return the ids that ``make`` computes, [ids] uint16 or uint32; memory-mapped if they are cached under this key.
 
-    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``), where the home is known; a file that cannot be read is
-    made again.
+    The cache is ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``), if the home is known. A file that cannot be read is
+    written again.
     """
     try:
         folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "colossus" / "tokens"
-    except ConfigError:  # nobody knows the home
+    except ConfigError:  # the home is unknown
         return make()
-    kept = folder / f"{key}.npy"
+    file = folder / f"{key}.npy"
     with contextlib.suppress(Exception):  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
-        found: Ids = np.load(kept, mmap_mode="r", allow_pickle=False)
-        if found.ndim == 1 and found.dtype in (np.uint16, np.uint32):
-            return found
+        cached: Ids = np.load(file, mmap_mode="r", allow_pickle=False)
+        if cached.ndim == 1 and cached.dtype in (np.uint16, np.uint32):
+            return cached
     ids = make()
     with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{uuid.uuid4().hex}.npy"
         try:
             np.save(temporary, ids, allow_pickle=False)
-            temporary.rename(kept)
+            temporary.rename(file)
         finally:
             temporary.unlink(missing_ok=True)
     return ids

@@ -1,5 +1,6 @@
-"""Next-token samples cut from one long array of token ids; text is such an array, and a file of ids, memory-mapped: a
-corpus larger than memory costs nothing to open.
+"""Next-token samples cut from one long array of token ids.
+
+Text is such an array. A file of ids is one that is memory-mapped: a corpus larger than memory opens at once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class TooLittleData(ValueError):
 class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
     """A map-style dataset that reads a whole batch at once.
 
-    A subclass gives `__len__` and `batch`; the loader then never collates single samples. `batch` must depend on its
+    A subclass has `__len__` and `batch`; the loader then never collates single samples. `batch` must depend on its
     indices only. (A dataset of another class keeps the usual path, whatever its methods are called.)
     """
 
-    #: draws no random numbers, so that none are seeded for its samples
+    #: it draws no random numbers, so that no generator is seeded for its samples
     deterministic = True
 
     @abstractmethod
@@ -39,7 +40,7 @@ class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
 
     @abstractmethod
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """Samples ``indices`` ``[b]`` as tensors whose dim 0 is ``b``."""
+        """Return samples ``indices`` ``[b]`` as tensors whose dim 0 is ``b``."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not -len(self) <= index < len(self):
@@ -51,16 +52,16 @@ class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
 class TokenWindows(BatchedDataset):
     """Windows of ``seq_len + 1`` tokens that start every ``seq_len`` tokens.
 
-    Sample ``i`` is ``inputs = tokens[i * seq_len : (i + 1) * seq_len]`` with the same shifted by one as ``labels``:
-    the shift to the next token happens here, before anything splits the sequence. Every token but the first is
-    a label exactly once; a tail too short for a window is left out.
+    Sample ``i`` is ``inputs = tokens[i * seq_len : (i + 1) * seq_len]`` with the same shifted by one as ``labels``: the
+    shift to the next token happens here, before anything splits the sequence. Every token but the first is a label
+    exactly once; a tail too short for a window is left out.
 
     Args:
         tokens: ``[t]`` integers; a memory map stays one.
         seq_len: tokens of a sample.
-        name: what the messages call the data.
-        vocab_size: ids must be below it; None when nothing is known.
-        check_ids: look at each batch for ids outside ``0..vocab_size - 1`` (not needed for bytes).
+        name: name of the data in messages.
+        vocab_size: ids must be below it; None if it is unknown.
+        check_ids: whether each batch is checked for ids outside ``0..vocab_size - 1`` (not needed for bytes).
 
     Raises:
         TooLittleData: fewer than ``seq_len + 1`` tokens.
@@ -74,7 +75,7 @@ class TokenWindows(BatchedDataset):
         if len(tokens) < seq_len + 1:
             raise TooLittleData(
                 f"{name} has {len(tokens)} tokens, but one sample needs seq_len + 1 = {seq_len + 1}; "
-                f"give more data, a smaller seq_len (model.seq_len), or another share for validation"
+                f"use more data, a smaller seq_len (model.seq_len), or another share for validation"
             )
         self.tokens = tokens
         self.seq_len = seq_len
@@ -86,9 +87,9 @@ class TokenWindows(BatchedDataset):
         return (len(self.tokens) - 1) // self.seq_len
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """``inputs`` and ``labels``, both int64 ``[b, seq_len]``, for sample numbers ``indices`` ``[b]``."""
+        """Return ``inputs`` and ``labels``, both int64 ``[b, seq_len]``, of samples ``indices`` ``[b]``."""
         itemsize = self.tokens.itemsize
-        # All windows as one overlapping view, so that taking some copies whole rows.
+        # all windows as one overlapping view, so that taking some copies whole rows
         windows = np.ndarray(
             (len(self), self.seq_len + 1), self.tokens.dtype, self.tokens, 0, (self.seq_len * itemsize, itemsize)
         )
@@ -99,10 +100,10 @@ class TokenWindows(BatchedDataset):
         return {"inputs": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
     def check_ids(self) -> None:
-        """Look at all tokens, or at 64 pieces all over a longer array, for ids outside of the vocabulary.
+        """Check all tokens, or 64 pieces all over a longer array, for ids outside of the vocabulary.
 
         Raises:
-            ValueError: names such an id.
+            ValueError: naming such an id.
         """
         size, count = 1 << 20, len(self.tokens)
         for start in range(0, count if self._check_ids else 0, max(size, -(-count // 64))):
@@ -111,16 +112,16 @@ class TokenWindows(BatchedDataset):
     def _raise_on_bad_ids(self, taken: np.ndarray) -> None:
         largest, smallest = int(taken.max()), int(taken.min())
         if smallest < 0:
-            raise ValueError(f"{self.name} holds the token id {smallest}; ids must not be negative")
+            raise ValueError(f"{self.name} has the token id {smallest}; ids must not be negative")
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
-                f"{self.name} holds the token id {largest}, but the vocabulary has {self.vocab_size} "
+                f"{self.name} has the token id {largest}, but the vocabulary has {self.vocab_size} "
                 f"(ids 0..{self.vocab_size - 1}): set model.vocab_size to {largest + 1} or more, "
                 f"or check the dtype of the file"
             )
 
     def describe(self) -> str:
-        """One line for logs."""
+        """Return one line for logs."""
         return f"{self.name}: {len(self.tokens):,} tokens, {len(self):,} samples of {self.seq_len}"
 
 
@@ -138,19 +139,19 @@ class TokenFile(TokenWindows):
     """A file of token ids, either raw integers or a one-dimensional ``.npy``; its tail is held out for validation.
 
     Args:
-        path: the file; ``~`` is understood.
+        path: the file; ``~`` is expanded.
         seq_len: tokens of a sample.
         split: ``"train"`` (the head) or ``"validation"`` (the tail).
-        dtype: of a raw file, ``"uint16"`` unless given; a ``.npy`` knows its own.
-        validation_fraction: share of the tokens held out; 0 holds nothing out.
-        tokenizer: what made the ids, for the record: ``"bytes"``, a ``tokenizer.json`` or a folder with one. Each
-            checkpoint holds it, so that ``colossus generate`` knows it.
-        vocab_size: when given (the loader passes the model's), every batch read is checked for ids outside it.
+        dtype: dtype of a raw file, by default ``"uint16"``; a ``.npy`` has its own.
+        validation_fraction: fraction of the tokens that is held out; 0 holds nothing out.
+        vocab_size: if set (the loader passes the model's), every batch is checked for ids outside it.
+        tokenizer: tokenizer that made the ids: ``"bytes"``, a ``tokenizer.json`` or a folder with one. Each checkpoint
+            stores it for ``colossus generate``.
 
     Raises:
-        ValueError: a missing or empty file, a size that is no multiple of the item size, a dtype that is no integer;
-            from `batch`, an id outside the vocabulary.
-        TooLittleData: this split is too short for one sample.
+        ValueError: if the file is missing or empty, its size is no multiple of the item size, or its dtype is no
+            integer; from `batch`, for an id outside the vocabulary.
+        TooLittleData: if this split is too short for one sample.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class TokenFile(TokenWindows):
         super().__init__(tokens[self._range], seq_len, name=f"{name} ({split})", vocab_size=vocab_size, check_ids=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map would carry the whole file to each worker; the path is enough.
+        # a pickled memory map would copy the whole file to each worker; the path is enough
         return {**self.__dict__, "tokens": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +199,7 @@ def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
         raise ValueError(f"{name} cannot be read as .npy, or data.dtype = {dtype!r} is no type: {error}") from error
     if kind.kind not in "iu" or (tokens is not None and tokens.ndim != 1):
         shape = "" if tokens is None else f" {list(tokens.shape)}"
-        raise ValueError(f"{name} holds {kind}{shape}; tokens are integers in one dimension, uint16 say")
+        raise ValueError(f"{name} has {kind}{shape}; tokens are integers in one dimension, for example uint16")
     if size % kind.itemsize and tokens is None:
         raise ValueError(
             f"{name} has {size} bytes, which is not a multiple of {kind.itemsize} (one {kind} token): "

@@ -1,4 +1,4 @@
-"""Worker processes that read a dataset ahead: what they can be given, how they begin, who ends them."""
+"""Worker processes that read a dataset ahead: what can be sent to them, how they start, and how they end."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch
 from colossus.random import GLOBAL_RNG
 
-#: seconds after which it is seen that a worker has ended
-_LOOK_SECONDS = 1.0
+#: seconds between two checks whether a worker has ended
+_POLL_SECONDS = 1.0
 _SHARED_MEMORY = "/dev/shm"
 
 
 def start_method(options: ReadingOptions) -> str:
-    """Return how workers are started."""
+    """Return the start method of workers."""
     return options.multiprocessing_context or multiprocessing.get_start_method()
 
 
 def require_sendable(parts: Mapping[str, Any], options: ReadingOptions) -> None:
-    """Refuse, before a worker starts, what one that begins with an interpreter of its own cannot be given.
+    """Raise ValueError, before a worker starts, if a part cannot be sent to a worker with an interpreter of its own.
 
     Args:
-        parts: by name, what workers read with: the dataset, and what collates.
+        parts: the dataset and the function that collates, by name.
+        options: how data is read.
 
     Raises:
-        ValueError: with the name of what cannot be pickled.
+        ValueError: with the name of the part that cannot be pickled.
     """
     if not options.num_workers or start_method(options) == "fork":
         return
@@ -58,7 +59,7 @@ def require_sendable(parts: Mapping[str, Any], options: ReadingOptions) -> None:
 
 
 class _Nowhere(ForkingPickler):
-    """Pickles what workers get, for its errors alone. Tensors and arrays can be sent; their bytes are not touched."""
+    """A pickler that only raises errors. Tensors and arrays can be sent; their bytes are not touched."""
 
     def __init__(self) -> None:
         super().__init__(self)
@@ -75,7 +76,7 @@ def _problem(part: Any) -> str | None:
         _Nowhere().dump(part)
     except (PicklingError, AttributeError, TypeError) as error:
         return str(error)
-    except Exception:  # what is sent while a process starts alone (a lock of multiprocessing), or a user's own error
+    except Exception:  # an object that is sent only while a process starts (a lock), or a user's own error
         return None
     return None
 
@@ -102,7 +103,7 @@ def _described(culprit: Any) -> str:
 
 
 def start_workers(batches: Dataset[Any], steps: Iterable[int], options: ReadingOptions, seed: int) -> Iterator[Batch]:
-    """The batches of steps; ``seed`` is of what workers draw, as torch derives it."""
+    """Return the batches of steps; ``seed`` is the base seed of the workers, from which torch derives theirs."""
     method = start_method(options)
     loader: DataLoader[Any] = DataLoader(
         batches,
@@ -125,34 +126,36 @@ def start_workers(batches: Dataset[Any], steps: Iterable[int], options: ReadingO
 
 
 def require_shared_memory(options: ReadingOptions, error: BaseException) -> None:
-    """Say so where an error of workers, or of their start, is of shared memory that is used up.
+    """Raise RuntimeError if an error of workers, or of their start, says that shared memory is used up.
 
     Raises:
-        RuntimeError: with what of it there is, and how to have more.
+        RuntimeError: with the size of shared memory, and how to get more.
     """
     is_of_start = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if (is_of_start or "shared memory" in str(error)) and os.path.isdir(_SHARED_MEMORY):
         total, _, free = shutil.disk_usage(_SHARED_MEMORY)
         raise RuntimeError(
-            f"data.num_workers = {options.num_workers}: workers give batches through {_SHARED_MEMORY}, which is too "
-            f"small: {total / 1e6:.3g} MB, of which {free / 1e6:.3g} MB are free. Start the container with more "
+            f"data.num_workers = {options.num_workers}: workers send batches through {_SHARED_MEMORY}, which is too "
+            f"small: {total / 1e6:.3g} MB, {free / 1e6:.3g} MB of it free. Start the container with more "
             f"(docker run --shm-size=8g, or --ipc=host), or set data.num_workers=0"
         ) from None
 
 
 class _Workers(_MultiProcessingDataLoaderIter):
-    """Sees within seconds that a worker has ended. torch looks once, when all its time is over, and hears of a signal
-    only where the worker is a child of this process, as one that ``forkserver`` starts is not.
+    """Workers whose end is seen within seconds.
+
+    torch checks once, after its whole timeout, and is informed by a signal only if the worker is a child of this
+    process, which a worker of ``forkserver`` is not.
     """
 
     def __del__(self) -> None:
-        if hasattr(self, "_workers"):  # torch's would raise where they could not be started
+        if hasattr(self, "_workers"):  # else they could not be started, and torch's method would raise
             super().__del__()
 
     def _try_get_data(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
         deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            success, batch = super()._try_get_data(min(left, _LOOK_SECONDS))
+        while (remaining := deadline - time.monotonic()) > 0:
+            success, batch = super()._try_get_data(min(remaining, _POLL_SECONDS))
             if success:
                 return True, batch
         return False, None
@@ -163,16 +166,19 @@ def _unchanged(item: Any) -> Any:
 
 
 def _outlive_stop_signals(worker: int) -> None:
-    """Let a worker end by its rank's SIGTERM only: a batch system tells all processes, but a rank has a step to end."""
+    """Let only the rank's SIGTERM end a worker.
+
+    A batch system signals all processes, but the rank still has a step to finish.
+    """
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # on macOS who has sent it cannot be known
+    if hasattr(signal, "sigwaitinfo"):  # macOS does not tell who has sent it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told, name="colossus-sigterm", daemon=True).start()
+        threading.Thread(target=_end_by_rank, name="colossus-sigterm", daemon=True).start()
 
 
-def _end_when_told() -> None:
-    rank = multiprocessing.parent_process()  # not the process above where a server has forked this one
+def _end_by_rank() -> None:
+    rank = multiprocessing.parent_process()  # not the parent process, if a fork server has forked this one
     assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
         pass
@@ -181,10 +187,11 @@ def _end_when_told() -> None:
 
 @contextmanager
 def _blocked_sigterm() -> Iterator[None]:
-    """Processes that are started here, with an interpreter of their own, begin with SIGTERM blocked, and so do the
-    threads that their imports start: any thread that takes it ends the process.
+    """Start processes in the block with SIGTERM blocked, if they have an interpreter of their own.
+
+    The threads that their imports start inherit it; any thread that takes the signal would end the process.
     """
-    resource_tracker.ensure_running()  # which the first process started needs, and whose start unblocks it
+    resource_tracker.ensure_running()  # the first process needs it, and its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

@@ -1,4 +1,4 @@
-"""One train step: forward and backward by a schedule, gradients reduced by a strategy, clipped, applied."""
+"""The train step: forward and backward by a schedule, gradients reduced by a strategy, clipped, applied."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which modules of a model compute their activations again in backward, as ``train.activation_checkpoint`` says."""
+"""The modules of a model that recompute their activations in backward (``train.activation_checkpoint``)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _KEY = "train.activation_checkpoint"
 def with_activation_checkpoint(
     factory: Callable[[], nn.Module], wanted: ActivationCheckpoint
 ) -> Callable[[], nn.Module]:
-    """A factory of the same model, whose chosen modules are checkpointed.
+    """Return a factory of the same model with checkpointed modules.
 
-    Raises, when it is called:
-        ConfigError: where there is nothing to checkpoint, or the model does it already.
+    The factory raises ConfigError if there is nothing to checkpoint, or the model checkpoints itself.
     """
     if wanted.type == "none":
         return factory
@@ -40,11 +39,11 @@ def with_activation_checkpoint(
 
 
 def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
-    """Names of the modules to checkpoint, in the model's order: of the whole model, before a pipeline cuts it.
+    """Return the names of the modules to checkpoint, in the order of the whole model, before a pipeline splits it.
 
-    With ``modules`` those whose names match, of nested ones the outermost; else the blocks: TransformerBlocks, where
-    there are none those of `colossus.data_parallel.zero.blocks.modules_of_blocks` that have parameters. Of these
-    the first, and every k-th after it.
+    With ``modules`` these are the modules whose names match, the outermost of nested ones. Else they are the blocks:
+    TransformerBlocks, or, if there are none, those of `colossus.data_parallel.zero.blocks.modules_of_blocks` that have
+    parameters. Of these every k-th is chosen, from the first on.
 
     Raises:
         ConfigError: see `with_activation_checkpoint`.
@@ -64,15 +63,17 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
         if not blocks:
             raise ConfigError(
                 f"{_KEY} = {wanted.type!r}, but {type(model).__name__} has no blocks (no TransformerBlock, no chain, "
-                f"no ModuleList or Sequential): say which modules, {_KEY} = dict(type={wanted.type!r}, modules=[..])"
+                f"no ModuleList or Sequential): name the modules, {_KEY} = dict(type={wanted.type!r}, modules=[..])"
             )
         return [names[id(module)] for module in blocks][:: wanted.every]
     matched: list[str] = []
     unused = set(wanted.modules)
     for name, module in model.named_modules():
-        found = {pattern for pattern in wanted.modules if name and fnmatchcase(name, pattern) and has_forward(module)}
-        unused -= found
-        if found and not (matched and name.startswith(f"{matched[-1]}.")):
+        patterns = {
+            pattern for pattern in wanted.modules if name and fnmatchcase(name, pattern) and has_forward(module)
+        }
+        unused -= patterns
+        if patterns and not (matched and name.startswith(f"{matched[-1]}.")):
             matched.append(name)
     if unused:
         raise ConfigError(f"{_KEY}.modules: {sorted(unused)} match no module that the model calls")

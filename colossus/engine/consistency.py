@@ -1,7 +1,7 @@
-"""What all ranks must agree on: settings, the values a run starts from, and the batch of each step.
+"""Checks that all ranks agree: on settings, on the values a run starts from, and on the batch of each step.
 
-Ranks that disagree in silence would train different models, or one that nobody asked for. Small hashes are compared;
-more is sent only where they differ, to name what does.
+Ranks that silently disagree would train different models, or one that nobody asked for. Small hashes are compared; only
+if they differ are the values exchanged, to name the difference.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ from colossus.random import hash_key
 
 #: differences that a message lists
 _MOST = 8
-#: values of each tensor that a fingerprint looks at
+#: values of each tensor in a fingerprint
 _SAMPLES = 256
-#: of each size of an element, what has its bits
+#: bytes of an element -> integer dtype of the same size
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_same_settings(config: Config, group: AxisGroup) -> None:
-    """That all ranks have the same resolved config, and the same versions of what runs it.
+    """Raise ConfigError unless all ranks have the same resolved config and the same versions.
 
-    Raises:
-        ConfigError: on all ranks, with each key that differs, its values, and the ranks that have them.
+    It is raised on all ranks, and has each key that differs, its values, and the ranks that have them.
     """
     versions = {"version of colossus": colossus.__version__, "version of torch": torch.__version__}
-    found = _differences(dict(by_path(as_dict(config))) | versions, group)
-    if found:
+    differing = _differences(dict(by_path(as_dict(config))) | versions, group)
+    if differing:
         problems = [
             f"{key}: {'; '.join(f'{value} on {named_ranks(ranks)}' for value, ranks in values.items())}"
-            for key, values in [*found.items()][:_MOST]
+            for key, values in [*differing.items()][:_MOST]
         ]
-        told = "the ranks of this run were started with different settings: give all of them the same config"
-        raise ConfigError([told, *problems])
+        head = "the ranks of this run were started with different settings: start all of them with the same config"
+        raise ConfigError([head, *problems])
 
 
 def _differences(own: Mapping[str, Any], group: AxisGroup, stage: int = 0) -> dict[str, dict[str, list[int]]]:
-    """Name -> value -> the ranks that have it, of what is not the same on all ranks of a stage. Collective."""
+    """Return name -> value -> the ranks that have it, of values that differ between ranks of a stage. Collective."""
     digest = hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=16).digest()
     digests = set(all_gather_object((stage, digest), group))
     stages = {stage for stage, _ in digests}
@@ -63,26 +62,28 @@ def _differences(own: Mapping[str, Any], group: AxisGroup, stage: int = 0) -> di
     ranks_of: dict[tuple[int, str], dict[str, list[int]]] = {}
     by_rank = [*zip(group.ranks, all_gather_object((stage, own), group), strict=True)]
     for key in dict.fromkeys((stage, name) for _, (stage, values) in by_rank for name in values):
-        for rank, (_, values) in filter(lambda each: each[1][0] == key[0], by_rank):
+        for rank, (_, values) in filter(lambda entry: entry[1][0] == key[0], by_rank):
             value = repr(values[key[1]]) if key[1] in values else "absent"
             ranks_of.setdefault(key, {}).setdefault(value, []).append(rank)
     return {name: ranks for (_, name), ranks in ranks_of.items() if len(ranks) > 1}
 
 
 def fingerprints_of_existing(model: nn.Module) -> dict[str, int]:
-    """Name -> `fingerprint` of the parameters and buffers that have values although their model is still on meta."""
-    held = (*model.named_parameters(), *model.named_buffers())
-    return {name: fingerprint(tensor) for name, tensor in held if not tensor.is_meta}
+    """Return the `fingerprint` by name of tensors that have values although their model is still on meta."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: fingerprint(tensor) for name, tensor in named if not tensor.is_meta}
 
 
 def require_same_values(model: nn.Module, existing: Mapping[str, int], context: ParallelContext) -> None:
-    """That a run starts from the same values on all ranks that hold the same stage of the model.
+    """Raise ValueError unless a run starts from the same values on all ranks with the same stage of the model.
 
-    What is drawn while a model is built is the same by its keys. Compared are plain parameters, which a constructor
-    may compute from anything, and what existed before the build.
+    Values that are drawn while a model is built are the same by their keys. Plain parameters, which a constructor may
+    compute from anything, and tensors that existed before the build are compared.
 
     Args:
-        existing: of the whole model, the same on all stages, from `fingerprints_of_existing`.
+        model: the rank's part of the model.
+        existing: fingerprints of tensors of the whole model, the same on all stages, from `fingerprints_of_existing`.
+        context: the rank's context.
 
     Raises:
         ValueError: on all ranks, with the names of the tensors that differ.
@@ -90,30 +91,31 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
     plain = {
         name: fingerprint(param)
         for name, param in model.named_parameters()
-        if (spec := spec_of(param)).is_plain and not spec.layout.stored  # else ranks hold different rows
+        if (spec := spec_of(param)).is_plain and not spec.layout.stored  # else ranks store different rows
     }
     world = context.group(context.grid.names)
-    found = _differences(existing, world) | _differences(plain, world, context.index("pipeline"))
-    if found:
-        first, *others = next(iter(found.values())).values()
+    differing = _differences(existing, world) | _differences(plain, world, context.index("pipeline"))
+    if differing:
+        first, *others = next(iter(differing.values())).values()
         differ = named_ranks(sorted(rank for ranks in others for rank in ranks))
         raise ValueError(
-            f"{', '.join([*found][:_MOST])} would start with other values on {differ} than on {named_ranks(first)}: "
-            f"made outside of the model's factory, or from something that differs between processes (a generator "
-            f"without a seed, the rank, the time). Build the whole model inside of the factory (model=Net, or "
-            f"model=lambda: Net(...)), from torch's generators and the config alone"
+            f"{', '.join([*differing][:_MOST])} would start with other values on {differ} than on "
+            f"{named_ranks(first)}: made outside of the model's factory, or from something that differs between "
+            f"processes (a generator without a seed, the rank, the time). Build the whole model inside of the factory "
+            f"(model=Net, or model=lambda: Net(...)), from torch's generators and the config alone"
         )
 
 
 class ProgramCheck:
-    """Adds a mark of what a group's collectives were of to the step's all-reduce: all ranks of it must agree.
+    """Adds a mark of the layers behind a group's collectives to the step's all-reduce, to compare them on all ranks.
 
-    Ranks that choose between modules of one shape would get each other's weights in silence where messages have no
-    header: between hosts, and with NCCL (on one host `comm.channel` compares each collective). As in `BatchCheck` the
-    first of the n ranks of a group adds (n - 1) h and the others -h, so that the total is 0 when all groups agree.
+    Ranks that choose between modules of one shape would silently get each other's weights, since messages between hosts
+    and of NCCL have no header (on one host `comm.channel` compares each collective). As in `BatchCheck`, the first of
+    the n ranks of a group adds (n - 1) h and the others -h, so that the total is 0 if all groups agree.
 
     Args:
-        axes: over which a step's numbers are summed.
+        context: the rank's context.
+        axes: axes over which a step's numbers are summed.
     """
 
     def __init__(self, context: ParallelContext, axes: Sequence[str]) -> None:
@@ -122,7 +124,7 @@ class ProgramCheck:
         self._late_total = LateValue()
 
     def mark(self) -> float:
-        """Return what this rank adds to the total."""
+        """Return this rank's addend to the total."""
         total = 0
         for group in self._groups():
             digest = hash_key(group.ranks[0], str(group), group.program.digest, group.program.count) & self._mask
@@ -130,16 +132,16 @@ class ProgramCheck:
         return float(total)
 
     def check(self, total: Tensor) -> None:
-        """Check the total of a step: at once on the CPU, on an accelerator with the next step.
+        """Check the total of a step: at once on the CPU, with the next step on an accelerator.
 
         Raises:
-            RuntimeError: on all ranks, when the ranks of a group have run different programs.
+            RuntimeError: on all ranks, if the ranks of a group have run different programs.
         """
         if self._late_total.push(total):
             raise RuntimeError(f"{self._first_difference()}: {WHY}")
 
     def _first_difference(self) -> str:
-        """Collective over the ranks whose numbers are summed."""
+        """Return the first difference of the programs. Collective over the ranks whose numbers are summed."""
         own = {(group.ranks[0], str(group)): group.program.names() for group in self._groups()}
         step_group = self._context.group(self._axes)
         by_rank = [*zip(step_group.ranks, all_gather_object(own, step_group), strict=True)]
@@ -152,7 +154,7 @@ class ProgramCheck:
                     ranks_of.setdefault(names.get(number, "nothing more"), []).append(rank)
                 if len(ranks_of) > 1:
                     ran = "; ".join(f"{named_ranks(ranks)} ran {name}" for name, ranks in ranks_of.items())
-                    return f"over {key[1]} {ran}, one in the place of the other"
+                    return f"over {key[1]} {ran}, one in place of the other"
         return f"the last {RECENT} collectives of weights are the same on all ranks, those before them are not"
 
     def _groups(self) -> list[AxisGroup]:
@@ -160,13 +162,14 @@ class ProgramCheck:
 
 
 class BatchCheck:
-    """Adds a mark of the batch to the step's all-reduce: ranks that share a batch must have been given the same one.
+    """Adds a mark of the batch to the step's all-reduce: ranks that share a batch must have received the same one.
 
-    A `DistributedSampler` over the world, say, gives each process its own, and shapes, loss and norm tell nothing.
+    For example, a `DistributedSampler` over the world gives each process its own, which shapes, loss and norm do not
+    reveal.
 
     With h a hash of the batch and n ranks that share it, the first of them adds (n - 1) h and the others -h, so that
-    the total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not
-    cancel. The numbers are integers that float64 holds exactly in any order of summation.
+    the total is 0 if they agree. The hash includes the replica's number, so that errors of two replicas do not cancel.
+    The numbers are integers that float64 represents exactly in any order of summation.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -178,10 +181,11 @@ class BatchCheck:
         self._late_total = LateValue()
 
     def mark(self, batch: Any, of_cpu: int) -> Tensor:
-        """What this rank adds to the total: float64 scalar. Never waits for an accelerator.
+        """Return this rank's addend to the total, a float64 scalar. Never waits for an accelerator.
 
         Args:
-            of_cpu: `fingerprint` of the batch; values of tensors on other devices are added there.
+            batch: the rank's batch.
+            of_cpu: `fingerprint` of the batch, to which values of tensors on other devices are added here.
         """
         replica, device = self._context.index("data"), self._context.device
         value = torch.full((), of_cpu, dtype=torch.int64, device=device)
@@ -193,35 +197,33 @@ class BatchCheck:
         return (value & self._mask).double() * self._factor
 
     def check(self, total: Tensor) -> None:
-        """Check the total of a step: at once on the CPU, on an accelerator with the next step.
+        """Check the total of a step: at once on the CPU, with the next step on an accelerator.
 
         Raises:
-            ValueError: on all ranks, when ranks of one model were given different batches.
+            ValueError: on all ranks, if ranks of one model have different batches.
         """
         if self._late_total.push(total):
             sizes = self._context.grid.sizes
             axes = " x ".join(f"{axis} {sizes[axis]}" for axis in self._shared if sizes[axis] > 1)
             raise ValueError(
-                f"ranks that share a batch were given different ones: under this plan every {self.num_sharing} ranks "
-                f"({axes}) work on the same samples. Take batches from engine.loader; a sampler of your own gets "
+                f"ranks that share a batch have different ones: under this plan every {self.num_sharing} ranks "
+                f"({axes}) work on the same samples. Take batches from engine.loader; a sampler of your own needs "
                 f"num_replicas=engine.context.size('data') and rank=engine.context.index('data') instead of the world "
                 f"size and the rank, and augments with random numbers that depend on these alone"
             )
 
 
 def fingerprint(batch: Any) -> int:
-    """A number that two different nests of tensors hardly share: of all shapes and dtypes, and of some values of each
-    tensor on the CPU.
-    """
-    found = zlib.crc32(repr([(tuple(x.shape), x.dtype) for _, x in tensors(batch)]).encode())
+    """Return a hash of a nest of tensors: of all shapes and dtypes, and of some values of each tensor on the CPU."""
+    crc = zlib.crc32(repr([(tuple(x.shape), x.dtype) for _, x in tensors(batch)]).encode())
     for values in _samples(batch):
         if values.device.type == "cpu":
-            found = zlib.crc32(values.numpy().tobytes(), found)
-    return found
+            crc = zlib.crc32(values.numpy().tobytes(), crc)
+    return crc
 
 
 def _samples(batch: Any) -> Iterator[Tensor]:
-    """Some values of every tensor, as integers with the same bits."""
+    """Yield some values of every tensor, as integers with the same bits."""
     for _, x in tensors(batch):
         if x.layout is not torch.strided or x.is_quantized or x.is_meta or not x.numel():
             continue
@@ -236,5 +238,5 @@ def _samples(batch: Any) -> Iterator[Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _random_integers(below: int, count: int, device: torch.device) -> Tensor:
-    """The same on all ranks; made once, so that no step waits for a copy."""
+    """Return integers that are the same on all ranks; they are cached, so that no step waits for a copy."""
     return torch.randint(below, (count,), generator=torch.Generator().manual_seed(below)).to(device)

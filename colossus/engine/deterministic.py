@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-#: what cuBLAS reads when CUDA starts, unless the user has set it
+#: variables that cuBLAS reads when CUDA starts, with values for those that the user has not set
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Inside, torch takes deterministic algorithms where it has several, and raises where it has none; cuDNN does not
-    choose by timing. The switches are of the whole process, and are afterwards as they were before.
+    """Use torch's deterministic algorithms inside of a block, and restore the switches of the process after it.
 
-    Memory that nobody has written to is not filled, as torch otherwise does then: that takes a write of each new
-    tensor, and changes the numbers of a program only that reads such memory, which is a mistake.
+    An operation without such an algorithm raises. cuDNN does not choose by timing. Uninitialised memory is not filled,
+    as torch would do: that costs a write of each new tensor, and matters only for programs that wrongly read such
+    memory.
 
     Raises:
-        ValueError: CUDA runs already, and cuBLAS was not told how much memory to take.
+        ValueError: if CUDA is already initialised and cuBLAS's variable was not set.
     """
     if not wanted:
         yield
@@ -47,8 +47,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def add_switch(error: BaseException) -> None:
-    """Note on an error of torch about an operation without such an algorithm which key of the config asked for it."""
+    """Add a note to torch's error about a nondeterministic operation: the config key that refuses it."""
     if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
         error.add_note(
-            "(train.deterministic = True refuses it: take another operation in the model, or train.deterministic=False)"
+            "(train.deterministic = True refuses it: use another operation in the model, or train.deterministic=False)"
         )

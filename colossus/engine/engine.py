@@ -33,23 +33,23 @@ from colossus.state.state import State
 
 
 class Engine:
-    """What `colossus.initialize` returns.
+    """The result of `colossus.initialize`.
 
     Attributes:
-        model: this rank's shards; call it as any module, unless a pipeline has cut it into stages.
+        model: this rank's shards; call it as any module, unless a pipeline has split it into stages.
         loader: training batches of this data rank, without end.
         eval_loader: validation batches, or None.
         context: ranks, axes, groups.
-        strategy: owns the data axis: what replicas exchange, and when.
+        strategy: owner of the data axis: what replicas exchange, and when.
         store: the parameters, as they are stored and as compute sees them.
-        inputs: how a batch enters the model.
+        inputs: converts a batch to the input of the model.
         pipeline: schedule and partition.
         executor: runs the stages of this rank.
-        observers: told of what happens inside of a step; append your own.
+        observers: called inside of a step; append your own.
         num_parameters: elements of the whole model, a tied parameter counted once.
-        group_rules: what the rules of ``optimizer.groups`` have met, a line for each pattern.
-        loss_scaler: of fp16, else None.
-        run: the parts that have a state, how far it is, and where the launcher keeps what it writes.
+        group_rules: a line for each pattern of ``optimizer.groups``: the parameters that it matches.
+        loss_scaler: loss scale of fp16, else None.
+        run: the parts with a state, the progress, and the run folder.
         checkpoints: saves and loads all of this.
     """
 
@@ -71,9 +71,9 @@ class Engine:
         self.group_rules = group_rules
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
-        #: what has been made beside it, and how the process was before
+        #: callbacks that undo what was made with the engine
         self._closing = closing
-        #: why no step or evaluation may begin
+        #: why no step or evaluation may begin any more
         self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def loaders(self) -> Loaders | None:
-        """Of training and validation; may be replaced between steps."""
+        """Loaders of training and validation; may be replaced between steps."""
         return self.run.loaders
 
     @loaders.setter
@@ -102,7 +102,7 @@ class Engine:
     @property
     def loader(self) -> Any:
         if self.loaders is None:
-            raise ValueError("this engine has no data: the config has no `data`, and none was given to initialize")
+            raise ValueError("this engine has no data: the config has no `data`, and none was passed to initialize")
         return self.loaders.train
 
     @property
@@ -112,10 +112,10 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        """One optimizer step on this data rank's share of the global batch.
+        """Run one optimizer step on this data rank's share of the global batch.
 
         Args:
-            batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
+            batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. It is split into
                 ``schedule.microbatches`` along dim 0 (fewer while ``train.batch_ramp`` grows), and each of these over
                 the tensor axes that split a batch.
 
@@ -123,16 +123,16 @@ class Engine:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
+            ValueError: if the batch does not divide or does not have the ramp's size, ranks that share a batch have
                 different ones, the loss function does not return (sum, count), or gradients are turned off.
             NonFiniteGradients: on all ranks, see ``train.on_nonfinite``: the step is complete.
-            ValueError: on all ranks, before the first step: data ranks read other data.
+            ValueError: on all ranks, before the first step, if data ranks read different data.
             ReplicasDiffer, LossSpike: on all ranks, see ``train.check_replicas_every`` and ``train.on_spike``.
         """
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise ValueError(
-                f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of it"
+                f"train_step was called under torch.{mode}, which turns gradients off: call it outside of it"
             )
         if self.strategy.is_averaged:
             raise RuntimeError(
@@ -155,20 +155,20 @@ class Engine:
             if self.loaders is not None and isinstance(self.loaders.train, Loader):
                 self.loaders.train.num_untrained = 0
         self.run.completed_steps = result.step
-        with self._ends_if_it_fails():
-            self._optimizer_step.look_at(result)
+        with self._ends_on_failure():
+            self._optimizer_step.check_result(result)
         self._optimizer_step.watch.raise_failure()
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
-        """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped.
+        """Run forward and backward of a step, and sum its gradients, without division and clipping.
 
-        Under fp16 they are of the scaled loss (`LossScaler.factor`).
+        Under fp16 they are gradients of the scaled loss (`LossScaler.factor`).
         """
-        if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
+        if not self.model.training:  # checked first, so that a submodule that a user has set to eval mode stays there
             self.model.train()
         self._stages.step = self.completed_steps
-        with self._ends_if_it_fails():
+        with self._ends_on_failure():
             factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
             self.strategy.loss_scale = factor
             with as_shards():
@@ -194,32 +194,32 @@ class Engine:
             )
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        """Return the learning rate of step ``step``, counted from 0: a linear warm-up, then the schedule's shape."""
         return self._optimizer_step.learning_rate.at(step)
 
     def _begin_run(self) -> None:
-        """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples."""
+        """Count a step, or the forward of an evaluation's batch, on all ranks alike, also on one without samples."""
         if self._ended is not None:
             raise RuntimeError(self._ended)
         self.checkpoints.take_weights()
         self._num_runs += 1
 
     @contextmanager
-    def _ends_if_it_fails(self) -> Iterator[None]:
-        """Nothing runs after a failure inside: what other ranks have done meanwhile is not known."""
+    def _ends_on_failure(self) -> Iterator[None]:
+        """Refuse further runs if the block raises, since the state of other ranks is unknown then."""
         try:
             yield
         except BaseException:
             self.strategy.abandon()
             self._ended = self._ended or (
-                "an earlier step or evaluation failed on this rank, and others may wait for what it has left out: "
-                "close this engine and make a new one; with checkpoint.resume it goes on from the newest checkpoint"
+                "an earlier step or evaluation failed on this rank, and other ranks may wait for it: close this engine "
+                "and make a new one; with checkpoint.resume it resumes from the newest checkpoint"
             )
             raise
 
     def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:
         """Run the stages of this rank."""
-        torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
+        torch.clear_autocast_cache()  # an autocast block around several steps would use casts of old weights
         step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
             with self._parallel.batch(replace(batch.info, loss_scale=loss_scale)):
@@ -232,23 +232,23 @@ class Engine:
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> EvalResult:
-        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was.
+        """Return the loss of one batch without a step, summed over the data ranks; the model's mode stays.
 
         Args:
             batch: as for `train_step`, of any size, which may differ between data ranks; one without samples counts 0.
         """
-        with self._ends_if_it_fails():
+        with self._ends_on_failure():
             return self._evaluation.one_batch(batch)
 
     def evaluate(self) -> EvalResult:
-        """Mean loss over at most ``train.eval_batches`` validation batches, and the model's ``eval_metrics``.
+        """Return the mean loss over at most ``train.eval_batches`` validation batches, and the ``eval_metrics``.
 
         Raises:
             ValueError: without validation data.
         """
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
-        with self._ends_if_it_fails():
+        with self._ends_on_failure():
             result, stops = self._evaluation.all_batches(
                 self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
             )
@@ -256,7 +256,7 @@ class Engine:
         return replace(result, step=self.completed_steps, complete=not stops, stop_signal=signal_of(stops))
 
     def _forward(self, batch: Any) -> Tensor:
-        """Sums of this rank over a batch of any size, see `Evaluation`."""
+        """Return this rank's sums over a batch of any size, see `Evaluation`."""
         spread = self._optimizer_step.routers.data_group  # ranks that wait for each other in each forward
         most = self.pipeline.num_microbatches if self.pipeline.last_stage and spread.size == 1 else 1
         self._stages.step = None
@@ -283,21 +283,22 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def request_stop(self, signum: int | None = None) -> None:
-        """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree.
+        """Request a stop after the next step. That step's all-reduce sums the requests, so that all ranks agree.
 
         Args:
-            signum: of the signal that is the reason; all ranks learn of it (`StepResult.stop_signal`).
+            signum: number of the signal that is the reason; all ranks receive it (`StepResult.stop_signal`).
         """
         self.run.stop = addend(signum)
 
     def withdraw_stop(self) -> None:
-        """Forget a request of this rank: what it was to stop has ended."""
+        """Withdraw a request of this rank, since what it should have stopped has ended."""
         self.run.stop = 0.0
 
     def close(self) -> None:
-        """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
-        something has failed; undo what the engine has made: hooks on its parameters, loader workers, links between
-        ranks, process groups.
+        """Wait for a save under way, and undo what the engine has made.
+
+        That is hooks on its parameters, loader workers, links between ranks, and process groups. Replicas of an
+        asynchronous strategy are waited for, too, unless something has failed.
         """
         self._ended = "this engine is closed; make a new one"
         self.checkpoints.close()

@@ -1,4 +1,4 @@
-"""Evaluation: batches run forward only, with the model in eval mode, and their losses summed over all ranks."""
+"""Evaluation: forward passes in eval mode, with losses summed over all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ class Evaluation:
     """Evaluates a model.
 
     Args:
-        metrics: names of what is summed beside the loss.
-        buffers: of the model, if its forward changes them in an evaluation, too.
-        forward: sums and counts of the loss and of each metric over a batch of this rank, float64 [1 + metrics, 2].
+        model: the rank's part of the model.
+        metrics: names of the sums beside the loss.
+        context: the rank's context.
+        strategy: the data-parallel strategy.
+        buffers: buffers of the model that forwards change.
+        forward: returns sums and counts of the loss and of each metric over this rank's batch, float64 [1 + metrics,
+            2].
     """
 
     def __init__(
@@ -51,13 +55,15 @@ class Evaluation:
     def all_batches(
         self, loader: Any, max_batches: int | None, stop_request: Callable[[], float]
     ) -> tuple[EvalResult, float]:
-        """Sums over a loader's batches, and the requests to stop that have ended it before its end.
+        """Return the sums over a loader's batches, and the sum of the stop requests that have ended it early.
 
         Args:
-            stop_request: of this rank, asked before each batch (`results.addend`); one ends all.
+            loader: validation batches.
+            max_batches: most batches to evaluate; None for all.
+            stop_request: returns this rank's stop request (`results.addend`) before each batch; one ends all ranks.
 
         Raises:
-            ValueError: on all ranks, when the batches of some end before those of others.
+            ValueError: on all ranks, if some have fewer batches than others.
         """
         totals = torch.zeros(1 + len(self._metrics), 2, dtype=torch.float64, device=self._context.device)
         stops = 0.0
@@ -69,7 +75,7 @@ class Evaluation:
                     raise ValueError(
                         f"the validation data ended on {ended:.0f} of {self._world.size} ranks after fewer batches "
                         f"than on the others: with data.validation per_rank, or a DistributedSampler, every data rank "
-                        f"must give as many. Set train.eval_batches to the smallest number"
+                        f"must have as many. Set train.eval_batches to the smallest number"
                     )
                 if ended:
                     stops = 0.0
@@ -79,11 +85,11 @@ class Evaluation:
             return self._result(totals), stops
 
     def _result(self, totals: Tensor) -> EvalResult:
-        """Sums over all ranks."""
+        """Sum over all ranks."""
         self._buffers.end_evaluation()
         numbers = collectives.all_reduce(totals.flatten(), self._loss_group, owned=True).wait()
-        total, tokens, *of_metrics = numbers.tolist()
-        pairs = zip(of_metrics[::2], of_metrics[1::2], strict=True)
+        total, tokens, *metric_sums = numbers.tolist()
+        pairs = zip(metric_sums[::2], metric_sums[1::2], strict=True)
         return EvalResult(total, tokens, dict(zip(self._metrics, pairs, strict=True)))
 
     @contextmanager
@@ -95,5 +101,5 @@ class Evaluation:
                 self._buffers.begin()
                 yield
         finally:
-            for module, mode in was_training:  # one by one: a user may have put some into eval mode
+            for module, mode in was_training:  # one by one, since a user may have set some to eval mode
                 module.training = mode

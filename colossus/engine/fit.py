@@ -1,4 +1,4 @@
-"""The training loop around ``engine.train_step``: how many steps, when to evaluate, when to stop; its hooks."""
+"""The training loop around ``engine.train_step``: number of steps, evaluations, stops; its hooks."""
 
 from __future__ import annotations
 
@@ -14,111 +14,114 @@ from colossus.engine.results import EvalResult, StepResult
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
 
-#: after a failure, for the end of a save in memory
+#: longest wait for the end of a save in memory after a failure
 _PATIENCE_SECONDS = 2.0
 _END = object()
 
 
 class Hook:
-    """Base class: override the methods you need; each does nothing by default.
+    """Base class of hooks: override the methods you need; each does nothing by default.
 
-    ``fit`` calls hooks on every rank, in the order they were given. A hook that calls a collective must
-    therefore do so on all ranks, and one that prints should check ``engine.context.is_logging_rank`` first.
+    ``fit`` calls hooks on every rank, in their order. A hook that calls a collective must therefore do so on all ranks,
+    and one that prints should check ``engine.context.is_logging_rank`` first.
     """
 
     def on_train_start(self, engine: Engine) -> None:
-        """Once, before the first batch is read."""
+        """Run once, before the first batch is read."""
 
     def on_step_start(self, engine: Engine) -> None:
-        """Before each step's batch is read: time measured from here includes waiting for data."""
+        """Run before each step's batch is read: time measured from here includes waiting for data."""
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
-        """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
+        """Run after each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
 
-        On an accelerator who reads them here waits for the step. `StepResult.send_to_host` starts their copy, and who
-        reads them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
+        On an accelerator, reading them here waits for the step. `StepResult.send_to_host` starts their copy, and
+        reading them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
         """
 
     def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
-        """After an evaluation, before any ``on_eval_end``: further numbers of it, the same on all ranks.
+        """Return further numbers of an evaluation, the same on all ranks; called before any ``on_eval_end``.
 
-        By names that no other hook gives (``ema.validation_loss``): `EvalResult.numbers` has them, so the rows of
-        metrics, early stops and best checkpoints have.
+        Their names must be unique (``ema.validation_loss``). They are in `EvalResult.numbers`, so metrics, early stops
+        and best checkpoints have them.
         """
         return {}
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
-        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+        """Run after an evaluation, which follows the ``on_step_end`` of its step."""
 
     def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Further numbers for the row of a step in ``metrics.jsonl``, on the logging rank alone.
+        """Return further numbers for the row of a step in ``metrics.jsonl``, on the logging rank alone.
 
-        `colossus.monitor.metrics.Metrics` asks once the numbers of the step are there, on an accelerator one step late.
+        `colossus.monitor.metrics.Metrics` calls it once the numbers of the step have arrived, on an accelerator one
+        step late.
 
         Args:
-            row: what it has without hooks.
+            row: the row without numbers of hooks.
         """
         return {}
 
     def on_row(self, row: Mapping[str, Any]) -> None:
-        """The row of a step is written, that of its evaluation included; on the logging rank alone.
+        """Run after the row of a step is written, with its evaluation; on the logging rank alone.
 
-        In the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``. Numbers of an
-        evaluation that end in a row which was written before (`fit` makes up what a stop has left out) come alone,
-        with ``step`` and ``time``.
+        Rows come in the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``.
+        Numbers of an evaluation that complete a row written before (after a stop has left the evaluation out) come
+        alone, with ``step`` and ``time``.
         """
 
     def on_save(self, engine: Engine) -> None:
-        """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
-        and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns. What it
-        raises fails the save. It may come before ``on_train_start`` where a run goes back (``train.on_spike``).
+        """Run before a checkpoint is saved between two steps; an error fails the save.
+
+        Data of the steps so far that lies elsewhere (rows of metrics) must be on the disk when this returns. It may be
+        called before ``on_train_start`` if a run goes back (``train.on_spike``).
         """
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
-        """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
+        """Run after a checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
 
     def on_train_end(self, engine: Engine) -> None:
-        """Once, after the last step, also when a stop was requested; not after an error."""
+        """Run once, after the last step, also if a stop was requested; not after an error."""
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
-        """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
+        """Run if a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors.
+        """Return the state of this hook for a checkpoint: numbers, strings, lists, dicts, tensors.
 
-        Called on all ranks; that of rank 0 is saved, and given to all.
+        It is called on all ranks; rank 0's is saved, and all ranks receive it.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, on all ranks before ``on_train_start``; not called if it gave nothing.
+        """Load the result of `state_dict`, on all ranks before ``on_train_start``; not called if it was empty.
 
         It is found by the name of the class, and among several of one name by the order of the hooks.
         """
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        """What a checkpoint is to keep for each parameter as it is stored (``engine.store.parameters()``): tensors of
-        its shape, others that are the same on all ranks, or plain values. Called on all ranks. It is saved by logical
-        name, and so taken back under another plan. What is named ``average`` can be evaluated and exported in the place
-        of the parameters (``--weights``).
+        """Return the state of this hook for each parameter as it is stored (``engine.store.parameters()``).
+
+        It has tensors of the parameter's shape, others that are the same on all ranks, or plain values. It is called on
+        all ranks. It is saved by logical name, and so can be loaded under another plan. An entry ``average`` can be
+        evaluated and exported in place of the parameters (``--weights``).
         """
         return {}
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Take back what `parameter_state` gave, before `load_state_dict`; empty when the checkpoint has none."""
+        """Load the result of `parameter_state`, before `load_state_dict`; empty if the checkpoint has none."""
 
 
 @dataclass(frozen=True)
 class FitSummary:
-    """How a call of ``fit`` ended.
+    """The result of a call of ``fit``.
 
     Attributes:
         steps: optimizer steps completed since the beginning of the run.
-        reason: ``finished`` (``train.steps`` reached, and the last one evaluated where that was due) or ``stopped``
+        reason: ``finished`` (``train.steps`` reached, and the last one evaluated if that was due) or ``stopped``
             (``engine.request_stop`` on any rank).
-        loss: training loss of the last step, of all replicas, None when no step ran.
-        validation_loss: of the last evaluation, None when there was none.
-        stop_signal: number of the signal to any rank that stopped it, None when none did.
+        loss: training loss of the last step, over all replicas; None if no step ran.
+        validation_loss: loss of the last evaluation; None if there was none.
+        stop_signal: number of the signal to any rank that stopped it, or None.
     """
 
     steps: int
@@ -129,9 +132,9 @@ class FitSummary:
 
 
 def evaluation_due(engine: Engine, step: int) -> bool:
-    """Whether an evaluation follows step ``step``: every ``train.eval_every`` steps and after the last one.
+    """Return whether an evaluation follows a step: every ``train.eval_every`` steps and after the last one.
 
-    Never when ``train.eval_every`` is 0 or there is no validation data.
+    None follows if ``train.eval_every`` is 0 or there is no validation data.
     """
     train = engine.config.train
     return _evaluates(engine) and bool(step == train.steps or step % train.eval_every == 0)
@@ -142,18 +145,18 @@ def _evaluates(engine: Engine) -> bool:
 
 
 def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
-    """Train until ``train.steps`` or until a stop is requested, and say which it was.
+    """Train until ``train.steps`` or until a stop is requested, and return which it was.
 
-    Resumes and saves as the config's section ``checkpoint`` says, also after the last step, be it the last because of a
-    stop (`Checkpoints`).
+    It resumes and saves by the config's section ``checkpoint``, also after the last step, even if a stop has made it
+    the last (`Checkpoints`).
 
-    Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
-    the same step. The evaluation due at that step is left out, since a stop should be quick: the run that goes on from
-    the checkpoint begins with it.
+    Every rank calls this. Each step's all-reduce sums the stop requests, so that all ranks leave the loop after the
+    same step. The evaluation due at that step is left out, since a stop should be quick: a run that resumes from the
+    checkpoint begins with it.
 
     Raises:
-        ValueError: when the loader ends although training has not.
-        Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
+        ValueError: if the loader ends before training.
+        Exception: any error of a step or a hook, after every hook's ``on_exception``.
     """
     steps = engine.config.train.steps
     engine.checkpoints.hooks = hooks
@@ -170,7 +173,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 summary = _evaluate(engine, hooks)
                 stopped, stop_signal = not summary.complete, summary.stop_signal
                 validation_loss = summary.loss if summary.complete else validation_loss
-            if completed > begun or engine.checkpoints.is_wanted:
+            if completed > begun or engine.checkpoints.save_requested:
                 _save_if_due(engine, hooks)
             if completed >= steps or stopped:
                 break
@@ -187,7 +190,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             engine.run.owes_evaluation = evaluation_due(engine, completed)
             for hook in hooks:
                 hook.on_step_end(engine, result)
-        engine.strategy.sync_point()  # a replica that is through answers those that are not
+        engine.strategy.sync_point()  # a replica that has finished answers those that have not
         _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
             hook.on_train_end(engine)
@@ -197,14 +200,14 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_exception(engine, error)
             except Exception as second:  # the first error is the one to raise
                 error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")
-        # what was to be saved before may be all that is left; a rank that is stuck never writes its part
+        # a save under way may be the last one; the wait is limited, since a stuck rank never writes its part
         engine.checkpoints.finish_all(_PATIENCE_SECONDS)
         raise
     finally:
-        engine.withdraw_stop()  # a later call is not meant
+        engine.withdraw_stop()  # so that it does not stop a later call
     loss = None
     if result is not None:
-        if result.replica is not None:  # of this replica alone, where a stop has made it the last
+        if result.replica is not None:  # numbers of this replica alone, if a stop has made it the last step
             engine.strategy.sync_point()
             result = result.of_all_replicas(engine.strategy.sum_over_replicas)
         loss = result.loss
@@ -213,7 +216,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
 
 
 def _evaluate(engine: Engine, hooks: Sequence[Hook]) -> EvalResult:
-    """Evaluate, and tell the hooks, unless a stop has ended it: then the run still owes it."""
+    """Evaluate and call the hooks, unless a stop has ended it: then the run still owes the evaluation."""
     summary = engine.evaluate()
     if summary.complete:
         more = {name: x for hook in hooks for name, x in hook.add_to_evaluation(engine, summary).items()}

@@ -1,7 +1,7 @@
 """Buffers that a forward changes from its samples, kept the same on all ranks that split these.
 
-Running means by hand, an average of activations, a codebook or a queue are of a rank's own samples, and would drift
-apart. `colossus.layers.BatchNorm2d` and its kin update theirs from all samples, and are left alone.
+A user's running means, averages of activations, codebooks or queues depend on a rank's own samples, and would drift
+apart. `colossus.layers.BatchNorm2d` and similar layers update theirs from all samples, and are left alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ log = logging.getLogger("colossus.engine")
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer by its place, since a forward may put another tensor there.
+    """A buffer by its module and name, since a forward may replace the tensor.
 
     Attributes:
-        home: the tensor that was there when the step began.
-        seen: the tensor that was there at the last look, and how often it had been written to.
-        value: a copy of it, where values are compared: of what is written as ``buffer.data`` torch counts nothing.
-        is_written: its value has changed although torch counted nothing.
+        module: module that has the buffer.
+        name: name of the buffer in it.
+        path: full name.
+        original: the tensor at the beginning of the step.
+        recorded: the tensor at the last `record`, and its count of writes.
+        value: a copy of it, if values are compared: torch does not count writes to ``buffer.data``.
+        is_written: whether its value has changed although torch counted no write.
     """
 
     module: nn.Module
     name: str
     path: str
-    home: Tensor | None = None
-    seen: tuple[Tensor | None, int] = (None, 0)
+    original: Tensor | None = None
+    recorded: tuple[Tensor | None, int] = (None, 0)
     value: Tensor | None = None
     is_written: bool = False
 
@@ -46,13 +49,13 @@ class _Buffer:
     def tensor(self) -> Tensor | None:
         return self.module._buffers[self.name]
 
-    def look(self, *, keep_value: bool = False) -> None:
+    def record(self, *, keep_value: bool = False) -> None:
         x = self.tensor
-        self.seen = x, 0 if x is None or x.is_inference() else x._version
+        self.recorded = x, 0 if x is None or x.is_inference() else x._version
         self.value = x.clone() if keep_value and x is not None else None
 
     def has_changed(self) -> bool:
-        x, (before, version) = self.tensor, self.seen
+        x, (before, version) = self.tensor, self.recorded
         if x is None:
             return False
         if x is not before or (not x.is_inference() and x._version != version) or self.is_written:
@@ -61,62 +64,62 @@ class _Buffer:
         return self.is_written
 
     def put(self, new: Tensor) -> None:
-        """Put a new tensor there: the backward of an earlier microbatch may have saved the one that is there."""
+        """Replace the tensor: the backward of an earlier microbatch may have saved the current one."""
         self.module._buffers[self.name] = new
-        self.look(keep_value=self.value is not None)
+        self.record(keep_value=self.value is not None)
 
-    def go_home(self) -> None:
-        """Write its value into the tensor that was there when the step began: others may refer to that."""
-        x, home = self.tensor, self.home
-        if x is None or home is None or x is home or home.is_inference() or x.shape != home.shape:
+    def restore_original(self) -> None:
+        """Write the value into the tensor that was there at the beginning of the step, which others may reference."""
+        x, original = self.tensor, self.original
+        if x is None or original is None or x is original or original.is_inference() or x.shape != original.shape:
             return
-        home.copy_(x)
-        self.module._buffers[self.name] = home
-        self.look()
+        original.copy_(x)
+        self.module._buffers[self.name] = original
+        self.record()
 
 
 class ForwardBuffers:
-    """The buffers of this rank's stages, see the top.
+    """The buffers of this rank's stages that forwards may change.
 
-    What a forward changes is known by torch's count of writes and by identity, in the first step by its value, too:
-    what is written as ``buffer.data`` then for the first time is not seen. Ranks that split samples run the same
-    program, and so write to the same buffers; whose values change depends on the samples.
+    Changes are detected by torch's count of writes and by identity, in the first step by value, too; later a first
+    write to ``buffer.data`` is not seen. Ranks that split samples run the same program, and so write to the same
+    buffers; which values change depends on the samples.
 
     Args:
-        how: as ``train.buffers``.
+        model: the rank's part of the model.
+        parallel: the axes of the model.
+        how: ``train.buffers``.
     """
 
     def __init__(self, model: nn.Module, parallel: ModelParallel, how: Literal["average", "first"]) -> None:
         self._group = parallel.context.group((*parallel.sample_axes, *parallel.regions.whole.tokens))
         self._how, at = how, parallel.context.coordinates
         self._logs = all(index == 0 for axis, index in at.items() if axis != "pipeline")
-        self._known: set[str] = set()
+        self._compared: set[str] = set()
         self._buffers = [*_buffers_of_users(model)] if self._group.size > 1 else []
         self._is_first_step = True
 
     def begin(self) -> None:
-        """Begin a step or an evaluation: what has been written since the last one is not a forward's."""
+        """Begin a step or an evaluation: writes since the last one are not those of a forward."""
         for buffer in self._buffers:
-            buffer.home = buffer.tensor
-            buffer.look(keep_value=self._is_first_step)
+            buffer.original = buffer.tensor
+            buffer.record(keep_value=self._is_first_step)
 
     def sync(self) -> None:
-        """Bring together what forwards have changed since the last time. Collective where that is something, and in the
-        first step.
-        """
+        """Combine the changes of forwards since the last call. Collective if there are some, and in the first step."""
         if self._is_first_step:
             self._sync_changed_anywhere()
         else:
             self._sync([buffer for buffer in self._buffers if buffer.has_changed()])
 
     def end_step(self) -> None:
-        """Bring together what the last forward, or one that was recomputed, has changed."""
+        """Combine the changes of the last forward, or of one that was recomputed."""
         self.sync()
         self._is_first_step = False
         self._settle()
 
     def end_evaluation(self) -> None:
-        """Bring together what an evaluation has changed, of which ranks may have had no sample. Collective."""
+        """Combine the changes of an evaluation, of which some ranks may have had no sample. Collective."""
         self._sync_changed_anywhere()
         self._settle()
 
@@ -130,8 +133,8 @@ class ForwardBuffers:
     def _settle(self) -> None:
         for buffer in self._buffers:
             buffer.value = None
-            buffer.go_home()
-            buffer.home = None
+            buffer.restore_original()
+            buffer.original = None
 
     @torch.no_grad()
     def _sync(self, changed: list[_Buffer]) -> None:
@@ -140,21 +143,21 @@ class ForwardBuffers:
             if (x := buffer.tensor) is not None:
                 by_dtype.setdefault(x.dtype, []).append((buffer, x))
         differing: list[str] = []
-        new: dict[int, Tensor] = {}  # by id of the old one: a buffer of two modules stays one
+        new: dict[int, Tensor] = {}  # by id of the old tensor, so that a buffer of two modules stays one
         for pairs in by_dtype.values():
             common = self._common(torch.cat([x.reshape(-1) for _, x in pairs]))
             for (buffer, x), part in zip(pairs, common.split([x.numel() for _, x in pairs]), strict=True):
-                if buffer.path not in self._known:  # once: to compare waits for a device
-                    self._known.add(buffer.path)
+                if buffer.path not in self._compared:  # only once, since comparing waits for the device
+                    self._compared.add(buffer.path)
                     differing += [] if torch.equal(x.reshape(-1), part) else [buffer.path]
                 buffer.put(new.setdefault(id(x), part.view(x.shape).clone()))
         if differing and self._logs:
             what = "averaged over them" if self._how == "average" else "taken from the first of them"
             log.warning(
                 "a forward changes buffers from the samples of a rank (%s): before each forward, and after each step, "
-                "they are %s, as train.buffers = %r says. One process has the same where they are linear in what "
-                "each sample gives, as a running mean is, and train.samples_interact is set if there are "
-                "microbatches; else compute them from colossus.layers.gather_samples or mean_over_samples",
+                "they are %s (train.buffers = %r). They equal those of one process if they are linear in the samples, "
+                "as a running mean is, and train.samples_interact is set if there are microbatches; else compute them "
+                "from colossus.layers.gather_samples or mean_over_samples",
                 ", ".join(differing), what, self._how,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""From a config to an engine."""
+"""The engine of a config."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def initialize(
     optimizer: OptimizerFactory | None = None,
     overrides: Sequence[str] = (),
 ) -> Engine:
-    """Join the other ranks, build this rank's shard of the model, its optimizer and its data.
+    """Join the other ranks, and build this rank's shard of the model, its optimizer and its data.
 
-    Where ``checkpoint.weights`` names weights (``model = dict(type="hf", ..)`` does) the model has them, unless
-    ``checkpoint.resume`` is set: `Checkpoints.resume`, or `fit`, then looks first where the run goes on.
+    If ``checkpoint.weights`` is set (``model = dict(type="hf", ..)`` implies it) the model has these weights. With
+    ``checkpoint.resume``, `Checkpoints.resume` or `fit` first looks for a checkpoint to resume from.
 
     Args:
         config: a config, a dict of its sections, or the path of a config file.
         model: a class or function without arguments that builds the model; by default the config's.
         loss_fn: (outputs, batch) -> (sum, count), in the whole layout; by default the model's own ``loss``.
-        data: takes the place of the config's ``data``.
-        optimizer: makes the optimizer of this rank, in the place of the config's ``optimizer`` section: a function of
-            the (full name, parameter) pairs that the rank trains, as it stores them, which returns a
-            ``torch.optim.Optimizer`` over them. Called once, after the model is built; not on a rank without any.
-        overrides: ``section.key=value``, laid over a file or a dict (``sys.argv[1:]`` of a script, say).
+        data: replaces the config's ``data``.
+        optimizer: makes the optimizer of this rank, in place of the config's section ``optimizer``: a function of the
+            (full name, parameter) pairs that the rank trains, as it stores them, which returns a
+            ``torch.optim.Optimizer`` over them. It is called once, after the model is built; not on a rank without any.
+        overrides: ``section.key=value``, applied to a file or a dict (for example ``sys.argv[1:]`` of a script).
 
     Raises:
         ValueError: for a config that does not fit the processes or the model, with the arithmetic.
@@ -95,17 +95,17 @@ def make_engine(
     data: Any = None,
     optimizer: OptimizerFactory | None = None,
 ) -> Engine:
-    """The engine of `initialize`, which has loaded nothing yet: for what knows later where its weights come from."""
+    """Return the engine of `initialize` without weights, for callers that choose their source later."""
     config = resolve_sizes(config, int(os.environ.get("WORLD_SIZE", "1")))
     if model is None and config.model is None:
-        raise ValueError("no model: give the config a `model`, or pass model= to colossus.initialize")
+        raise ValueError("no model: set `model` in the config, or pass model= to colossus.initialize")
     if isinstance(model, nn.Module):
         raise ValueError("model= is a module that exists already; pass its class or a function that builds it")
     if optimizer is not None:
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    with ExitStack() as failing:  # the parts of an engine, in the order in which they need each other
+    with ExitStack() as failing:  # the parts of an engine; later ones depend on earlier ones
         closing = failing.enter_context(ExitStack())
         closing.enter_context(deterministic_algorithms(config.train.deterministic))  # before CUDA starts
         device = pick_device(config.device, config.comm.backend)
@@ -136,15 +136,19 @@ def make_engine(
         stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss, buffers)
         executor = pipeline.make_executor(stages, parallel, stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
-        rules = () if whole.groups is None else whole.groups.met
+        rules = () if whole.groups is None else whole.groups.description
         engine = Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing, rules)
         failing.pop_all()
         return engine
 
 
 class WholeModel(NamedTuple):
-    """What a rank knows of the model beyond its own part: its size, its routers (`routers_of`), and its groups of
-    parameters, where rules say so or tables have one.
+    """Facts about the whole model, beyond the rank's part.
+
+    Attributes:
+        num_parameters: its size.
+        routers: its routers (`routers_of`).
+        groups: its groups of parameters, if there are rules or tables with their own.
     """
 
     num_parameters: int
@@ -160,12 +164,12 @@ def _build_model(
     pipeline: PipelineRuntime,
     has_optimizer: bool,
 ) -> tuple[nn.Module, WholeModel]:
-    """This rank's shards of the model, and what is known of the whole."""
+    """Return this rank's shards of the model, and facts about the whole model."""
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
     existing: dict[str, int] = {}
-    found: list[WholeModel] = []
+    wholes: list[WholeModel] = []
 
     def prepare(whole: nn.Module) -> None:
         if context.world_size > 1:
@@ -176,7 +180,7 @@ def _build_model(
             groups = one_group(whole)
         if groups is not None:
             groups.set_apart([table.name for table in tables.untied], name="tables")
-        found.append(WholeModel(num_parameters(whole), routers_of(whole), groups))
+        wholes.append(WholeModel(num_parameters(whole), routers_of(whole), groups))
         require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_custom=has_optimizer)
         strategy.check_tables(tables)
         pipeline.split(whole)
@@ -190,10 +194,10 @@ def _build_model(
             set_gradient_dtype(param, precision.gradients)
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    # what is drawn outside of forwards (the shuffle of a user's own DataLoader, say): the same on all ranks of a model
+    # for random numbers outside of forwards (the shuffle of a user's DataLoader): the same on all ranks of a model
     seed = context.rng.key("torch", context.index("data"))
     GlobalRng(tuple({torch.device("cpu"), context.device})).seed(seed)
-    return module, found[0]
+    return module, wholes[0]
 
 
 def _store_parameters(
@@ -205,7 +209,7 @@ def _store_parameters(
     loaders: Loaders | None,
     closing: ExitStack,
 ) -> ParameterStore:
-    """The parameters as they are stored, which the strategy may cut."""
+    """Return the parameters as they are stored, which the strategy may shard."""
     parts = ModelParts(
         context,
         module,
@@ -222,7 +226,7 @@ def _store_parameters(
 
 
 def _syncs_after(config: Config, has_validation: bool, completed: int) -> bool:
-    """Whether all replicas wait for each other after so many steps, as the config says."""
+    """Return whether all replicas wait for each other after so many steps, by the config."""
     train, every = config.train, config.checkpoint.every
     evaluates = has_validation and bool(train.eval_every) and completed % train.eval_every == 0
     return evaluates or bool(every and completed % every == 0) or completed == train.steps

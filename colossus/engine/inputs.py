@@ -1,4 +1,4 @@
-"""How a batch enters the model: the microbatches of a step, and what this rank's model takes of each."""
+"""Inputs of the model: the microbatches of a step, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import sequence_place, with_sequence
 
-#: a label that losses ignore
+#: label that losses ignore
 IGNORED = -100
 _NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
@@ -44,9 +44,9 @@ class StepBatch:
     """The batch of a data rank, ready for one step or one evaluation.
 
     Attributes:
-        whole: as it was passed in, the same on all ranks of a model.
-        microbatches: of it, equal numbers of samples each.
-        info: what layers may ask about it.
+        whole: the batch as it was passed in, the same on all ranks of a model.
+        microbatches: its microbatches, with equal numbers of samples.
+        info: facts that layers may need about it.
     """
 
     whole: Any
@@ -55,7 +55,7 @@ class StepBatch:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that two different batches hardly share."""
+        """Hash of the batch."""
         return fingerprint(self.whole)
 
 
@@ -63,12 +63,13 @@ _FIRST = SampleDims()
 
 
 class Inputs:
-    """From the batches of a data rank to what the model of this rank is called with.
+    """Converts the batches of a data rank to the inputs of this rank's model.
 
     Args:
+        context: the rank's context.
         dtype: precision of the run.
-        pad: sequences that do not divide over the sequence ranks are padded.
-        dims: which dim of an entry is that of the samples. Here batches have it first, until `local`.
+        pad: whether sequences that do not divide over the sequence ranks are padded.
+        dims: dims of samples in entries of a batch. Inside of this class they are dim 0, until `local`.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class Inputs:
     ) -> None:
         self._context, self._dtype, self._pad, self.dims = context, dtype, pad, dims
         self._sequence = model_parallel_of(context).sequence
-        #: what the samples of a microbatch must be a multiple of
+        #: divisor of the samples of a microbatch
         mode = TENSOR_MODES.get(context.options.tensor_mode)
         self._ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
 
     def split(self, batch: Any, num_microbatches: int) -> StepBatch:
-        """A batch, with the samples in dim 0, cut into microbatches, with what layers may ask about it.
+        """Return a batch with the samples in dim 0 split into microbatches, with facts that layers may need.
 
         Raises:
-            ValueError: when the samples do not divide, or there are no tokens to split over the sequence ranks.
+            ValueError: if the samples do not divide, or there are no tokens to split over the sequence ranks.
         """
         interleaved = model_parallel_of(self._context).interleaves_microbatches
         microbatches = split_microbatches(batch, num_microbatches, interleaved=interleaved)
@@ -98,14 +99,15 @@ class Inputs:
         return StepBatch(batch, microbatches, info)
 
     def stand_in(self, batch: Any) -> StepBatch:
-        """A batch of the same kind, of the fewest samples and all zeros: for a forward that others wait for."""
+        """Return a batch of the same kind with the fewest samples, all zeros, for a forward that others wait for."""
         return self.split(map_batch(lambda x: x.new_zeros((self._ways, *x.shape[1:])), batch), 1)
 
     def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, float]]:
-        """A batch of any size for evaluation: batches that divide, and how often each holds its samples.
+        """Yield batches that divide, from a batch of any size for evaluation, and how often each repeats its samples.
 
-        What does not divide over the ranks that split a batch comes in a batch of its own, repeated until it does: its
-        sums are to be divided. Each is cut into the largest number of microbatches up to ``max_microbatches``.
+        The rest that does not divide over the ranks which split a batch is a batch of its own, repeated until it
+        divides: its sums must be divided by the number of repetitions. Each batch has as many microbatches as possible,
+        up to ``max_microbatches``.
         """
         ways, size = self._ways, batch_size_of(batch)
         whole = size - size % ways
@@ -119,11 +121,12 @@ class Inputs:
             yield self.split(repeat_batch(part, times), most), times
 
     def in_one(self, batch: Any) -> list[tuple[StepBatch, float]]:
-        """A batch of an evaluation in which samples look at each other, as one microbatch (none without samples), as
-        `split_evenly` gives them. Collective over data.
+        """Return a batch of an evaluation in which samples interact as one microbatch, in the form of `split_evenly`.
+
+        It is empty without samples. Collective over data.
 
         Raises:
-            ValueError: on all data ranks, when they have different numbers of samples, or these do not divide.
+            ValueError: on all data ranks, if they have different numbers of samples, or these do not divide.
         """
         sizes = all_gather_object(batch_size_of(batch), self._context.group("data"))
         if min(sizes) < max(sizes) or sizes[0] % self._ways:
@@ -135,28 +138,28 @@ class Inputs:
         return [(self.split(batch, 1), 1.0)] if sizes[0] else []
 
     def local(self, microbatch: Any) -> Any:
-        """The samples and tokens of a microbatch that this rank's model takes, in the precision of the run.
+        """Return the samples and tokens of a microbatch that this rank's model takes, in the precision of the run.
 
-        Tensors of floating point are cast. Tensors of the host go to the rank's device, which nobody waits for.
+        Floating-point tensors are cast. Tensors on the host are copied to the rank's device, without waiting.
 
         Raises:
-            ValueError: when samples or tokens do not divide.
+            ValueError: if samples or tokens do not divide.
         """
         samples = self._local_samples(microbatch)
         if self._sequence is not None:
             samples = _local_tokens(samples, self._sequence, self._pad)
-        return self._as_given(samples)
+        return self._with_own_dims(samples)
 
     def local_samples(self, microbatch: Any) -> Any:
-        """The samples of `local` with all their tokens."""
-        return self._as_given(self._local_samples(microbatch))
+        """Return the samples of `local` with all their tokens."""
+        return self._with_own_dims(self._local_samples(microbatch))
 
-    def _as_given(self, samples: Any) -> Any:
+    def _with_own_dims(self, samples: Any) -> Any:
         return map_batch(self._placed, self.dims.restored(samples)) if self.dims.dims else samples
 
     def _placed(self, x: Tensor) -> Tensor:
-        """A tensor on this rank's device, in the precision of the run."""
-        if self._context.device.type != "cpu" and x.device.type == "cpu":  # of a loop of one's own
+        """Return a tensor on this rank's device, in the precision of the run."""
+        if self._context.device.type != "cpu" and x.device.type == "cpu":  # passed by a user's own loop
             x = send_to(self._context.device, x)
         return x.to(self._dtype) if x.is_floating_point() else x
 
@@ -165,41 +168,41 @@ class Inputs:
             microbatch = shard_of_batch(microbatch, self._context.index(axes), self._context.size(axes))
         return map_batch(self._placed, microbatch)
 
-    def mark_tokens(self, given: Any, microbatch: Any) -> Any:
-        """Return what the model is given: what holds a part of the tokens is a `ShardedTensor`."""
-        return given if self._sequence is None else self._marked(given, model_input(microbatch), microbatch)
+    def mark_tokens(self, value: Any, microbatch: Any) -> Any:
+        """Return the model's input with tensors that have a part of the tokens as `ShardedTensor`."""
+        return value if self._sequence is None else self._marked(value, model_input(microbatch), microbatch)
 
     def for_loss(self, outputs: Any, local: Any, microbatch: Any) -> tuple[Any, int]:
-        """Return a rank's part of a microbatch, as a loss function is given it, and how many ranks give the same loss.
+        """Return a rank's part of a microbatch for the loss function, and the number of ranks with the same loss.
 
-        Where outputs have a part of the tokens, so has the microbatch, and what is computed is that of all tokens. Both
-        are plain where the model has made its outputs plain (`colossus.layers.local`), and takes care of tokens.
+        If the outputs have a part of the tokens, so has the microbatch, and the loss is that of all tokens. Both are
+        plain if the model has made its outputs plain (`colossus.layers.local`), and handles tokens itself.
         """
         if self._sequence is None or not any(map(sequence_place, tree_leaves(outputs))):
             return local, 1
         return self._marked(local, microbatch, microbatch), self._sequence.num_shards
 
-    def _marked(self, given: Any, whole: Any, microbatch: Any) -> Any:
+    def _marked(self, value: Any, whole: Any, microbatch: Any) -> Any:
         parallel, num_tokens = model_parallel_of(self._context), sequence_length(microbatch)
         places: list[Place | None] = []
         for path, x in leaves(whole):
             if isinstance(x, Tensor):
                 dim = self.dims.token_dim(path.rpartition("['")[2][:-2])
-                places.append(Place(dim) if _holds_tokens(x, num_tokens) else None)
+                places.append(Place(dim) if _has_tokens(x, num_tokens) else None)
             elif isinstance(x, WholeEntry):
                 places += [None for _ in tensors(x.value)]
         place_of = iter(places)
-        return map_batch(lambda x: with_sequence(x, next(place_of), parallel), given)
+        return map_batch(lambda x: with_sequence(x, next(place_of), parallel), value)
 
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
-    """The axes beside data over which the samples of a batch are split: tensor axes of 2D, 2.5D and 3D."""
+    """Return the axes beside data that split the samples of a batch: tensor axes of 2D, 2.5D and 3D."""
     return tuple(
         axis for axis in model_parallel_of(context).regions.whole.batch if axis not in context.grid.axes("data")
     )
 
 
-#: of a batch that is a dict: the model's input, and what only the loss looks at
+#: keys of a batch that is a dict: the model's input, and the labels, which only the loss reads
 INPUTS, LABELS = "inputs", "labels"
 
 
@@ -209,8 +212,9 @@ def names_arguments(batch: Any) -> bool:
 
 
 def model_input(batch: Any) -> Any:
-    """Return what the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself; of a dict
-    without "inputs" all but its labels, of which `ForwardCall` leaves those that the model takes.
+    """Return the model's input: ``batch["inputs"]``, the first entry of a tuple, or the batch itself.
+
+    For a dict without "inputs" it is all entries but the labels; `ForwardCall` selects those that the model takes.
     """
     if names_arguments(batch):
         return {key: value for key, value in batch.items() if key != LABELS}
@@ -220,14 +224,14 @@ def model_input(batch: Any) -> Any:
 
 
 class ForwardCall:
-    """Calls a model's forward, or its first pipeline blocks, with what `model_input` gives.
+    """Calls a model's forward, or its first pipeline blocks, with the result of `model_input`.
 
-    A dict without "inputs" is arguments by name. Entries that the forward does not take are the loss function's.
+    A dict without "inputs" is keyword arguments. Entries that the forward does not take are for the loss function.
     """
 
     def __init__(self, model: nn.Module, *, is_partitioned: bool) -> None:
         self._title, self._is_partitioned = type(model).__name__, is_partitioned
-        #: blocks of a model that is called as it is take all its arguments
+        #: whether the blocks take all arguments, as those of an unchanged model do
         self._blocks_take_names = getattr(getattr(model, "pipeline_blocks", None), "takes_names", False)
         parameters = inspect.signature(model.forward).parameters.values()
         self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -237,7 +241,7 @@ class ForwardCall:
         """Return the output for the input of a batch.
 
         Raises:
-            ValueError: none of a batch's keys is an argument; several are those of blocks that take one input.
+            ValueError: if none of a batch's keys is an argument, or several are and the blocks take one input.
         """
         if not names_arguments(batch):
             return forward(value)
@@ -261,32 +265,32 @@ class ForwardCall:
 
 
 def sequence_length(batch: Any) -> int:
-    """Tokens of each sequence of a batch: dim 1 of what the model is called with.
+    """Return the tokens of each sequence of a batch: dim 1 of the model's input.
 
     Raises:
-        ValueError: when no tensor of it has a dim 1.
+        ValueError: if no tensor of it has a dim 1.
     """
     for _, x in tensors(model_input(batch)):
         if x.dim() > 1:
             return int(x.shape[1])
-    raise ValueError("parallel.sequence splits dim 1 of what the model is called with, but no tensor has two dims")
+    raise ValueError("parallel.sequence splits dim 1 of the model's input, but no tensor of it has two dims")
 
 
-def _holds_tokens(x: Tensor, num_tokens: int) -> bool:
+def _has_tokens(x: Tensor, num_tokens: int) -> bool:
     return x.dim() > 1 and x.shape[1] == num_tokens
 
 
 def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
-    """Of every tensor whose dim 1 is as long as the sequence the tokens of this rank.
+    """Return a batch with this rank's tokens of every tensor whose dim 1 is as long as the sequence.
 
-    Where sequences are padded: inputs with 0, integers among the rest (labels) with -100, which losses ignore.
+    Padded sequences have 0 in inputs, and -100, which losses ignore, in other integers (labels).
     """
     num_tokens = sequence_length(batch)
     missing = sequence.padded_length(num_tokens) - num_tokens if pad else 0
     inputs = {id(x) for _, x in tensors(model_input(batch))}
 
     def shard(x: Tensor) -> Tensor:
-        if not _holds_tokens(x, num_tokens):
+        if not _has_tokens(x, num_tokens):
             return x
         if missing:
             is_label = id(x) not in inputs and not x.is_floating_point() and x.dtype != torch.bool

@@ -1,4 +1,4 @@
-"""What the engine asks of a loss function and of a model's metrics: a sum over samples or tokens, and their number."""
+"""The contract of loss functions and of a model's metrics: a sum over samples or tokens, and their number."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from colossus.gradients.host_transfer import send_to
 
 _NUMBERS = (np.integer, np.floating)
-#: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
+#: (outputs of the model, this rank's shard of the microbatch) -> (sum, count) of this rank
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
 
 def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
-    """The one that was given to `colossus.initialize`, or the model's own.
+    """Return the loss function that was passed to `colossus.initialize`, or the model's own.
 
     Raises:
-        ValueError: when there is none, or it has parameters, which nothing would train.
+        ValueError: if there is none, or it has parameters, which nothing would train.
     """
     if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
         kind = type(loss_fn).__name__
@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
     loss: LossFunction | None = loss_fn or getattr(model, "loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} has no method loss(outputs, batch), and no loss_fn was given: pass "
+            f"{type(model).__name__} has no method loss(outputs, batch), and no loss_fn was passed: pass "
             f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
         )
     return loss
@@ -41,11 +41,15 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
 class EvalMetrics:
     """The metrics of a model, and their sums over the microbatches that this rank has evaluated.
 
-    They are its ``eval_metrics``, where it has that attribute: name -> (outputs, batch) -> (sum, count), as a loss
+    They are its ``eval_metrics``, if it has that attribute: name -> (outputs, batch) -> (sum, count), like a loss
     function.
 
+    Args:
+        model: the rank's part of the model.
+        device: device of the sums.
+
     Attributes:
-        names: the same on all ranks, also on those that never see an output.
+        names: names, the same on all ranks, also on those that never see an output.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -54,25 +58,26 @@ class EvalMetrics:
         self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, batch: Any, ways: int) -> None:
-        """Add the sums of a microbatch, the same on as many ranks as ``ways`` says."""
+        """Add the sums of a microbatch, which ``ways`` ranks compute alike."""
         for row, (name, function) in zip(self._sums, self._functions.items(), strict=True):
             total, count = checked_sum(function(outputs, batch), f"the metric {name!r}")
             row += torch.stack((total.double(), count.double())) / ways
 
     def take(self) -> Tensor:
-        """The sums since the last call, float64 [metrics, 2]."""
+        """Return the sums since the last call, float64 [metrics, 2]."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
 
 def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, Tensor]:
-    """What a loss function returned, the count as a tensor.
+    """Return the sum and the count of a loss function, the count as a tensor.
 
     Args:
-        what: names the function in messages.
+        result: result of the function.
+        what: name of the function in messages.
 
     Raises:
-        ValueError: when it is no (sum, count), or the count is negative or not finite.
+        ValueError: if it is no (sum, count), or the count is negative or not finite.
     """
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     if not (is_pair and isinstance(result[0], Tensor) and isinstance(result[1], (Tensor, int, float, *_NUMBERS))):
@@ -83,9 +88,9 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
             f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
         )
     total, count = result
-    if not isinstance(count, Tensor):  # a float is a sum of weights; torch would round it to float32
+    if not isinstance(count, Tensor):  # a float is a sum of weights, which torch would round to float32
         wide = torch.float64 if isinstance(count, (float, np.floating)) else torch.int64
-        count = torch.full((), count, dtype=wide, device=total.device)  # from a number, so nobody waits for a copy
+        count = torch.full((), count, dtype=wide, device=total.device)  # filled from a number, which needs no copy
     if total.dim() or count.dim():
         raise ValueError(
             f"{what} returned a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)}; they must "
@@ -102,12 +107,12 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
 
 
 def shared_sum(total: Tensor, count: Tensor, ways: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of what ``ways`` ranks have computed alike, which are added up over ranks."""
+    """Return this rank's share of a sum and a count that ``ways`` ranks have computed alike, and that ranks add up."""
     return (total, count) if ways == 1 else (total / ways, count.double() / ways)
 
 
 def _described(result: Any) -> str:
-    """Return the words in which an error names what was returned."""
+    """Return a description of a result for an error."""
     if isinstance(result, Tensor):
         return f"one tensor of shape {tuple(result.shape)}"
     if isinstance(result, (tuple, list)):

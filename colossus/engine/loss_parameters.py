@@ -1,8 +1,8 @@
 """Parameters that a loss function reads itself, beside the model's outputs: counted as in one process, or refused.
 
-A loss function is called for each microbatch on each rank that has samples or tokens of its own, and what it returns is
-added up. A penalty on weights would be added as often, and a rank may have a part of a weight, or of the model. The
-first loss of training, and of an evaluation, is looked at, and computed again where it reads a parameter.
+A loss function is called for each microbatch on each rank that has samples or tokens of its own, and its results are
+summed. A penalty on weights would be added as often, and a rank may have a part of a weight, or of the model. The first
+loss of training, and of an evaluation, is checked, and computed again if it reads a parameter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import SplitParameter
 
 _ADVICE = (
-    "Take weight_decay of the optimizer; or let a module of the model compute with its parameters in its forward, and "
+    "Use weight_decay of the optimizer; or let a module of the model compute with its parameters in its forward, and "
     "the model return the result"
 )
-#: what takes no values of a tensor
+#: functions that read no values of a tensor
 _SHAPES_ALONE = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "requires_grad_"),
@@ -40,12 +40,13 @@ _SHAPES_ALONE = {
 
 
 class FirstLoss:
-    """Calls a loss function for the first time in a run, with a look at the parameters that it reads.
+    """Calls a loss function for the first time in a run, and checks the parameters that it reads.
 
     Args:
-        model: of this rank.
+        context: the rank's context.
+        model: the rank's part of the model.
         is_partitioned: whether other ranks have other stages of the model.
-        num_microbatches: of a step.
+        num_microbatches: microbatches of a step.
     """
 
     def __init__(
@@ -74,16 +75,17 @@ class FirstLoss:
         return result
 
     def _why_not(self, params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> str:
-        """Return why the loss would not be that of one process; empty where it would be."""
+        """Return why the loss would not be that of one process; empty if it would be."""
         try:
             return self._why_otherwise(params, loss_fn, outputs, batch)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            return f"and could not be computed again, with each sample given twice, to see how ({error}). {_ADVICE}"
+            return f"and could not be computed again with each sample twice, as a check ({error}). {_ADVICE}"
 
     @contextmanager
     def _with_a_parameter(self) -> Iterator[None]:
-        """Give a model of which this rank has no parameters one that stands for those of other stages: who reads all
-        of its parameters reads that.
+        """Register a stand-in for parameters of other stages, if this rank has none.
+
+        A loss function that reads all parameters of the model then reads the stand-in.
         """
         if not self._is_partitioned or next(self._model.parameters(), None) is not None:
             yield
@@ -99,7 +101,7 @@ class FirstLoss:
 
     def _why_otherwise(self, params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> str:
         if any(isinstance(param, SplitParameter) for param in params):
-            return f"of which this rank has a part. {_ADVICE}"
+            return f"and this rank has a part of it only. {_ADVICE}"
         once = _beside_outputs(params, loss_fn, outputs, batch)
         if self._is_partitioned:
             halved = tree_map_only(Tensor, lambda x: x * 0.5 if x.is_floating_point() else x, outputs)
@@ -112,8 +114,8 @@ class FirstLoss:
             axes = gradient_sum_axes(param, self._context)
             if axes != self._axes:
                 return (
-                    f"and its gradient is summed over {_said(axes)}, the loss over {_said(self._axes)}: what the loss "
-                    f"adds to it would be counted wrongly. {_ADVICE}"
+                    f"and its gradient is summed over {_named(axes)}, the loss over {_named(self._axes)}: the term of "
+                    f"the loss would be counted wrongly. {_ADVICE}"
                 )
         if self._num_calls == 1:
             return ""
@@ -126,15 +128,15 @@ class FirstLoss:
         if _are_equal([2 * value for value in once], twice):
             return ""
         return (
-            f"and what it adds for that does not grow with the samples: a step calls it {self._num_calls} times, for "
-            f"each microbatch and on each rank that has samples or tokens of its own, and would count that as often. "
-            f"Weight a penalty by the count: return total + 0.01 * count * penalty, count; or take weight_decay of the "
-            f"optimizer"
+            f"and this term does not grow with the samples: a step calls the function {self._num_calls} times, for "
+            f"each microbatch and on each rank that has samples or tokens of its own, and would count the term as "
+            f"often. Weight a penalty by the count: return total + 0.01 * count * penalty, count; or use weight_decay "
+            f"of the optimizer"
         )
 
 
 def _beside_outputs(params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> list[Tensor]:
-    """Return the sum, and its gradient of each trained parameter as far as it does not come through the outputs."""
+    """Return the sum, and its gradient of each trained parameter except for the part through the outputs."""
     with torch.enable_grad():
         total, _ = checked_sum(loss_fn(tree_map_only(Tensor, Tensor.detach, outputs), batch))
         trained = [param for param in params if param.requires_grad]
@@ -153,15 +155,15 @@ def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return True
 
 
-def _said(axes: Sequence[str]) -> str:
+def _named(axes: Sequence[str]) -> str:
     return ", ".join(axes) or "no axis"
 
 
 class _ParametersRead(TorchFunctionMode):
-    """Notes the parameters of a model whose values are read outside of the forward of a module that holds them.
+    """Records the parameters of a model whose values are read outside of the forward of their modules.
 
     Attributes:
-        places: parameter -> where it was read, as an error says it.
+        places: parameter -> the place where it was read, as text for an error.
     """
 
     def __init__(self) -> None:
@@ -183,11 +185,11 @@ class _ParametersRead(TorchFunctionMode):
 
 
 def _is_of_running_module(param: nn.Parameter) -> bool:
-    """Return whether this is inside of the forward of a module that holds the parameter."""
+    """Return whether the forward of a module that has the parameter is running."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(module, nn.Module) and any(param is each for each in module.parameters()):
+        if isinstance(module, nn.Module) and any(param is own for own in module.parameters()):
             return True
         frame = frame.f_back
     return False

@@ -1,6 +1,7 @@
-"""A loss far above those before it ends the step in an error: the run goes back, and leaves batches out.
+"""Loss spikes: a loss far above those before it raises, so that the run goes back and leaves batches out.
 
-As PaLM was trained (2204.02311, section 5.1): from a checkpoint before the spike, without the batches around it.
+PaLM was trained in this way (2204.02311, section 5.1): from a checkpoint before the spike, without the batches around
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from colossus.engine.results import StepResult
 
 
 class Rollback(NamedTuple):
-    """How a run goes on that goes back.
+    """The continuation of a run that goes back.
 
     Attributes:
-        until: steps done in the newest save that it may go on from.
-        skip_batches: that are left out behind that save; None: those up to the one of step ``until + 1``.
+        until: steps done in the newest save that it may resume from.
+        skip_batches: batches after that save that are left out; None: those up to the one of step ``until + 1``.
     """
 
     until: int
@@ -31,7 +32,7 @@ class LossSpike(RuntimeError):
     """The loss of a step is a spike. Raised on all ranks.
 
     Attributes:
-        rollback: how the launcher is to go on; None where the run is to end.
+        rollback: how the launcher continues; None if the run should end.
     """
 
     def __init__(self, message: str, rollback: Rollback | None) -> None:
@@ -40,26 +41,26 @@ class LossSpike(RuntimeError):
 
 
 def require_one_loss(strategy: Strategy) -> None:
-    """Raises a ValueError under an inexact strategy."""
+    """Raise ValueError under an inexact strategy."""
     if not strategy.exact:
         raise ValueError(
-            "train.on_spike: under an inexact strategy each replica has a loss of its own, and none waits to hear "
-            "those of the others; leave it out"
+            "train.on_spike: under an inexact strategy each replica has a loss of its own, and none waits for those of "
+            "the others; remove this key"
         )
 
 
 class SpikeWatch:
-    """Compares the loss of each step with the median of those before it. What it has seen is not saved: behind a
-    restart as many losses are seen first.
+    """Compares the loss of each step with the median of those before it.
 
-    Where the median is not above 0, as of a log-density, nothing is judged. On an accelerator nothing waits for a loss:
-    it is looked at after the next step.
+    The losses are not saved: after a restart as many steps pass before one is judged. If the median is not above 0 (a
+    log-density), nothing is judged. On an accelerator nothing waits for a loss: it is judged after the next step.
 
     Args:
         section: ``train.on_spike``.
+        strategy: the data-parallel strategy.
 
     Raises:
-        ValueError: under an inexact strategy, where each replica has a loss of its own.
+        ValueError: under an inexact strategy, in which each replica has a loss of its own.
     """
 
     def __init__(self, section: LossSpikes, strategy: Strategy) -> None:
@@ -69,17 +70,17 @@ class SpikeWatch:
         self._pending: StepResult | None = None
 
     def after_step(self, result: StepResult) -> None:
-        """Raises `LossSpike`, on all ranks."""
+        """Raise `LossSpike` on all ranks if a loss is one."""
         pending, self._pending = self._pending, result
         if pending is not None:
-            self._look(pending)
+            self._judge(pending)
         if not result.send_to_host():
             self._pending = None
-            self._look(result)
+            self._judge(result)
 
-    def _look(self, result: StepResult) -> None:
+    def _judge(self, result: StepResult) -> None:
         section, loss = self._section, result.loss
-        if not math.isfinite(loss):  # which train.on_nonfinite knows of
+        if not math.isfinite(loss):  # train.on_nonfinite reports it
             return
         median = statistics.median(self._losses) if len(self._losses) == section.window else math.inf
         if loss <= section.factor * median or median <= 0:

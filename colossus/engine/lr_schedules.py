@@ -1,6 +1,6 @@
-"""Learning rates: shapes of `LearningRates`, each a part of the peak, and what sets an optimizer's. No torch.
+"""Learning rates: shapes for `LearningRates`, each a factor of the peak, and the class that sets them. No torch.
 
-Options that say when are whole numbers of steps of the run, counted from its first step, or fractions of
+Options for points in time are whole numbers of steps of the run, counted from its first step, or fractions of
 ``train.schedule_steps``.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _when(value: Any) -> Any:
     if (is_number(value) and value >= 1) or (isinstance(value, float) and 0 < value < 1):
         return value
-    raise ValueError(f"must be steps, 1 or more, or a fraction of train.schedule_steps, as 0.2, got {value!r}")
+    raise ValueError(f"must be steps, 1 or more, or a fraction of train.schedule_steps like 0.2, got {value!r}")
 
 
 When = Annotated[Any, AfterValidator(_when)]
@@ -31,22 +31,22 @@ Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 
 def constant(progress: float, min_ratio: float) -> float:
-    """The learning rate stays."""
+    """Keep the learning rate."""
     return 1.0
 
 
 def cosine(progress: float, min_ratio: float) -> float:
-    """The learning rate falls along half a cosine (1608.03983) to ``min_ratio`` of its peak."""
+    """Decrease along half a cosine (1608.03983) to ``min_ratio`` of the peak."""
     return min_ratio + (1.0 - min_ratio) * _half_cosine(progress)
 
 
 def linear(progress: float, min_ratio: float) -> float:
-    """The learning rate falls in a straight line to ``min_ratio`` of its peak."""
+    """Decrease in a straight line to ``min_ratio`` of the peak."""
     return 1.0 - (1.0 - min_ratio) * progress
 
 
 def polynomial(progress: float, min_ratio: float, power: Positive = 1.0) -> float:
-    """What is left of the steps, to the ``power``, is left of the way to ``min_ratio``."""
+    """Decrease to ``min_ratio`` by the remaining part of the schedule to the ``power``."""
     return min_ratio + (1.0 - min_ratio) * (1.0 - progress) ** power
 
 
@@ -59,24 +59,25 @@ def wsd(
     decay: When = 0.2,
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear",
 ) -> float:
-    """Warm-up, stable, decay (2404.06395): the learning rate stays, and falls to ``min_ratio`` in the last ``decay``
-    steps, by 1 less the root of the part that is done in the shape ``1-sqrt`` (2405.18392, section 4).
+    """Stay, then decrease to ``min_ratio`` in the last ``decay`` steps: warm-up, stable, decay (2404.06395).
+
+    In the shape ``1-sqrt`` the factor is 1 less the root of the part of the decay that is over (2405.18392, section 4).
     """
     length = _in_steps(decay, schedule_steps)
     if warmup_steps + length > schedule_steps:
         raise ValueError(
             f"warmup_steps = {warmup_steps} and decay = {length} steps are more than train.schedule_steps = "
-            f"{schedule_steps}; for a part of a run set that to the length of the whole"
+            f"{schedule_steps}; for a part of a run set that key to the length of the whole run"
         )
     done = min(1.0, max(0.0, (step - (schedule_steps - length)) / length))
-    left = {"linear": 1.0 - done, "cosine": _half_cosine(done), "1-sqrt": 1.0 - math.sqrt(done)}[shape]
-    return min_ratio + (1.0 - min_ratio) * left
+    remaining = {"linear": 1.0 - done, "cosine": _half_cosine(done), "1-sqrt": 1.0 - math.sqrt(done)}[shape]
+    return min_ratio + (1.0 - min_ratio) * remaining
 
 
 def step(
     progress: float, min_ratio: float, step: int, schedule_steps: int, every: When, gamma: Positive = 0.1
 ) -> float:
-    """The learning rate is multiplied by ``gamma`` after ``every`` so many steps, down to ``min_ratio``."""
+    """Multiply by ``gamma`` every ``every`` steps, down to ``min_ratio``."""
     return max(min_ratio, gamma ** (step // _in_steps(every, schedule_steps)))
 
 
@@ -88,21 +89,23 @@ def multistep(
     milestones: Annotated[tuple[When, ...], FROM_LIST, Field(min_length=1)],
     gamma: Positive = 0.1,
 ) -> float:
-    """The learning rate is multiplied by ``gamma`` at each of the ``milestones``, down to ``min_ratio``."""
-    return max(min_ratio, gamma ** bisect_right(sorted(_in_steps(each, schedule_steps) for each in milestones), step))
+    """Multiply by ``gamma`` at each of the ``milestones``, down to ``min_ratio``."""
+    return max(
+        min_ratio, gamma ** bisect_right(sorted(_in_steps(milestone, schedule_steps) for milestone in milestones), step)
+    )
 
 
 def inverse_sqrt(
     progress: float, min_ratio: float, step: int, warmup_steps: int, timescale: Count | None = None
 ) -> float:
-    """The learning rate falls with the root of the step (1706.03762, section 5.3), down to ``min_ratio``.
+    """Decrease with the root of the step (1706.03762, section 5.3), down to ``min_ratio``.
 
     Args:
         timescale: steps after which it has fallen to the root of 1/2; by default those of the warm-up.
     """
     scale = timescale or warmup_steps
     if not scale:
-        raise ValueError("inverse_sqrt begins to fall where the warm-up ends: give warmup_steps, or timescale")
+        raise ValueError("inverse_sqrt begins to fall where the warm-up ends: set warmup_steps, or timescale")
     return max(min_ratio, math.sqrt(scale / (step - warmup_steps + scale)))
 
 
@@ -115,17 +118,18 @@ def cosine_restarts(
     cycles: Count = 1,
     mult: Count = 1,
 ) -> float:
-    """Half a cosine, again and again (SGDR, 1608.03983): ``cycles`` fill the steps behind the warm-up, each ``mult``
-    times as long as the one before.
+    """Repeat half a cosine (SGDR, 1608.03983).
+
+    ``cycles`` fill the steps after the warm-up, each ``mult`` times as long as the one before.
     """
-    # in units of which a cycle has a whole number: a fraction that is rounded would end a cycle a step late
+    # in units that divide each cycle: a rounded fraction would end a cycle a step late
     steps = max(1, schedule_steps - warmup_steps)
-    left, length = (step - warmup_steps) * sum(mult**cycle for cycle in range(cycles)), steps
+    position, length = (step - warmup_steps) * sum(mult**cycle for cycle in range(cycles)), steps
     for _ in range(cycles - 1):
-        if left < length:
+        if position < length:
             break
-        left, length = left - length, length * mult
-    return cosine(min(1.0, left / length), min_ratio)
+        position, length = position - length, length * mult
+    return cosine(min(1.0, position / length), min_ratio)
 
 
 def one_cycle(
@@ -139,17 +143,17 @@ def one_cycle(
     div_factor: Positive = 25.0,
     final_div_factor: Positive = 1e4,
 ) -> float:
-    """Up to the peak and down again (1708.07120), as torch's ``OneCycleLR`` with ``total_steps`` of the schedule.
+    """Rise to the peak and decrease again (1708.07120), as torch's ``OneCycleLR`` with the schedule's ``total_steps``.
 
     Args:
         pct_start: fraction of the steps in which the learning rate rises.
-        div_factor: of the peak to the first learning rate.
-        final_div_factor: of the first to the last.
+        div_factor: peak over the first learning rate.
+        final_div_factor: first over the last learning rate.
     """
     if warmup_steps or min_ratio:
         raise ValueError(
-            "one_cycle has its own warm-up (pct_start, div_factor) and its own end (final_div_factor): leave "
-            "warmup_steps and min_ratio out"
+            "one_cycle has its own warm-up (pct_start, div_factor) and its own end (final_div_factor): remove "
+            "warmup_steps and min_ratio"
         )
     first, last, top = 1.0 / div_factor, schedule_steps - 1, pct_start * schedule_steps - 1
     step = min(step, last)
@@ -170,7 +174,7 @@ def _in_steps(when: float, schedule_steps: int) -> int:
 class LearningRate(LearningRates):
     """Sets the learning rate of an optimizer's parameter groups.
 
-    A group with an ``lr`` of its own, or an ``lr_scale``, has that share of the schedule's.
+    A group with an ``lr`` or an ``lr_scale`` of its own has that factor of the schedule's.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +185,7 @@ class LearningRate(LearningRates):
                 group.setdefault("lr_scale", float(group["lr"]) / config.optimizer.lr)
 
     def set(self, step: int) -> float:
-        """Set that of step ``step``, and return it."""
+        """Set the learning rate of a step, and return it."""
         lr = self.at(step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -1,6 +1,4 @@
-"""Steps that change nothing, on all ranks alike: gradients that are not finite, which may raise, too; no label that
-counts. fp16's loss scale follows.
-"""
+"""Steps that all ranks skip, since gradients are not finite or no label counts, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -25,19 +23,19 @@ from colossus.nest import tensors
 log = logging.getLogger("colossus.engine")
 
 GROWTH, BACKOFF = 2.0, 0.5
-#: a gradient of the mean loss that overflows at this scale is above 1e9, the 30th halving of torch's first scale
+#: the 30th halving of torch's first scale: a gradient of the mean loss that overflows at it is above 1e9
 SMALLEST_SCALE = 2.0**-14
 
 
 class NonFiniteGradients(FloatingPointError):
-    """A step had gradients that are not finite, and was not to be skipped. It counts, and changed no parameter.
+    """A step had gradients that are not finite, and should not be skipped. It counts, and changed no parameter.
 
-    Raised on all ranks with the same words, once a step is complete: that one, or on an accelerator, where nothing
-    waits for the norm, the next. So a loop that catches it goes on with the next batch, and has lost none.
+    It is raised on all ranks with the same message, once a step is complete: that step, or, on an accelerator, where
+    nothing waits for the norm, the next. So a loop that catches it continues with the next batch, and has lost none.
 
     Attributes:
         step: number of the step, from 1.
-        parameters: whose gradients were not finite, in the order in which backward came to them.
+        parameters: those whose gradients were not finite, in the order of backward.
     """
 
     def __init__(self, message: str, step: int, parameters: Sequence[str]) -> None:
@@ -49,26 +47,29 @@ class NonFiniteGradients(FloatingPointError):
 
 
 class _Numbers(NamedTuple):
-    """Of a step, kept on the device until it is known whether its gradients are finite."""
+    """Numbers of a step, kept on the device until it is known whether its gradients are finite."""
 
     step: int  # from 1
-    loss_sum: Tensor  # of this rank
-    norms: Tensor | None  # of each parameter's gradient after all sums; None where this rank has none
-    loss_scale: Tensor | None  # of the mean loss in this step; None where it is not scaled
+    loss_sum: Tensor  # this rank's sum
+    norms: Tensor | None  # norm of each parameter's gradient after all sums; None if this rank has none
+    loss_scale: Tensor | None  # scale of the mean loss in this step; None if it is not scaled
 
 
 class GradientWatch:
-    """Looks at the norm of each step, has the step skipped on all ranks where it is not finite, and then reports that
-    or raises.
+    """Checks the norm of each step: if it is not finite, all ranks skip the step, and then report or raise.
 
-    All ranks see the same norm. Only where it is not finite they exchange what each has found. On an accelerator
-    nothing waits for the norm: the report, and what is raised, come with the step after; after the last step of
-    ``train.steps``, and before a save, it is waited for. Under an inexact strategy the ranks are those of a replica.
+    All ranks see the same norm. Only if it is not finite do they exchange the names of parameters. On an accelerator
+    nothing waits for the norm: the report, and the error, come with the next step. After the last step of
+    ``train.steps``, and before a save, the norm is waited for. Under an inexact strategy the ranks are those of a
+    replica.
 
     Args:
-        axes: over which a step's numbers are summed.
+        train: the section ``train``.
+        context: the rank's context.
+        axes: axes over which a step's numbers are summed.
+        norm: norms of the gradients.
         order: number of each parameter in the whole model.
-        scaler: of the loss, under fp16: what is not finite is an overflow then.
+        scaler: loss scaler under fp16, with which a gradient that is not finite is an overflow.
 
     Attributes:
         num_skipped: steps skipped so far; on an accelerator a scalar tensor.
@@ -86,24 +87,25 @@ class GradientWatch:
         self._train, self._group, self._norm = train, context.group(axes), norm
         self._order, self._scaler = order, scaler
         self._is_late = context.device.type != "cpu"
-        #: of the last step, where nobody knows yet whether its gradients were finite: that, on its way to the host
+        #: numbers of the last step, and whether its gradients were finite, on its way to the host
         self._unread: tuple[_Numbers, HostRead] | None = None
-        #: what is to be raised once the step that runs is complete
+        #: error to raise once the running step is complete
         self._failure: NonFiniteGradients | None = None
         self._num_in_row = 0
-        self._has_told_of_empty = False
+        self._has_warned_of_empty = False
         self.num_skipped: int | Tensor = 0
 
     def check(self, step: int, norm: Tensor, count: Tensor, loss_sum: Tensor) -> Tensor | None:
-        """After the sums of a step (from 1), before its update.
+        """Check a step after its sums and before its update.
 
         Args:
-            norm: of the gradients, over all ranks.
-            count: of labels, over all ranks; a step in which none counts is skipped, whatever its gradients are.
-            loss_sum: of this rank alone.
+            step: number of the step, from 1.
+            norm: norm of the gradients over all ranks.
+            count: number of labels over all ranks; a step without labels is skipped, whatever its gradients are.
+            loss_sum: sum of this rank alone.
 
         Returns:
-            Whether the step is to change nothing, bool scalar; None where it is known that it may.
+            Whether the step must change nothing, a bool scalar; None if it is known that it may.
         """
         scale = None if self._scaler is None else self._scaler.scale.clone()
         numbers = _Numbers(step, loss_sum, self._norm.norms, scale)
@@ -122,7 +124,7 @@ class GradientWatch:
         return skipped if skipped else None
 
     def raise_failure(self) -> None:
-        """Raise what has been found, between two steps.
+        """Raise an error that was found, between two steps.
 
         Raises:
             NonFiniteGradients: on all ranks.
@@ -132,7 +134,7 @@ class GradientWatch:
             raise failure
 
     def settle(self) -> None:
-        """Wait until it is known whether the gradients of the last step were finite, so that a save has it. Collective.
+        """Wait until it is known whether the gradients of the last step were finite, before a save. Collective.
 
         Raises:
             NonFiniteGradients: on all ranks.
@@ -145,34 +147,34 @@ class GradientWatch:
             (numbers, read), self._unread = self._unread, None
             is_skipped, is_empty = read.wait().tolist()
             if is_empty:
-                self._tell_of_empty(numbers.step)
+                self._warn_of_empty(numbers.step)
             elif is_skipped:
                 self._skip_or_raise(numbers)
             else:
                 self._num_in_row = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Waits for the device."""
+        """Return the counts of skipped steps; waits for the device."""
         return {"num_skipped": int(self.num_skipped), "num_skipped_in_row": self._num_in_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take back what `state_dict` gave; what it does not have is 0."""
+        """Load the result of `state_dict`; missing entries are 0."""
         self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
-        self._unread = self._failure = None  # of a step that the run has left
+        self._unread = self._failure = None  # they belong to a step before the load
 
     def _skip_or_raise(self, numbers: _Numbers) -> None:
-        """All ranks know that the gradients of a step were not finite: report it, or note what is to be raised.
-        Collective over them.
-        """
+        """Report a step whose gradients were not finite, or record the error to raise. Collective over the ranks."""
         step, most, scale = numbers.step, self._train.max_skips, numbers.loss_scale
         norms = [] if numbers.norms is None else numbers.norms.tolist()
         bad = [
             spec_of(param).name for param, norm in zip(self._norm.params, norms, strict=True) if not math.isfinite(norm)
         ]
-        found = all_gather_object((numbers.loss_sum.item(), bad), self._group)
-        # what is not finite spreads with backward: it came from where the last of these is used, or behind it
-        parameters = sorted({name for _, names in found for name in names}, key=lambda name: -self._order.get(name, -1))
-        loss = sum(loss for loss, _ in found)
+        by_rank = all_gather_object((numbers.loss_sum.item(), bad), self._group)
+        # infinities spread with backward: they began at or after the last of these parameters
+        parameters = sorted(
+            {name for _, names in by_rank for name in names}, key=lambda name: -self._order.get(name, -1)
+        )
+        loss = sum(loss for loss, _ in by_rank)
         what = f"the gradient of {listed(parameters)}" if parameters else "the gradient norm"
         words = f"step {step}: {what} is not finite, the loss is {'finite' if math.isfinite(loss) else loss}"
         if scale is not None and scale.item() > SMALLEST_SCALE:
@@ -183,7 +185,7 @@ class GradientWatch:
             remedy = f", although the loss is scaled by {scale.item():g} only; train.precision = 'bf16' overflows later"
         elif self._train.on_nonfinite == "raise":
             remedy = (
-                ". The step changed nothing. train.on_nonfinite = 'skip' leaves such a step out and goes on, at most "
+                ". The step changed nothing. train.on_nonfinite = 'skip' skips such a step and continues, at most "
                 "train.max_skips times in a row"
             )
         elif self._num_in_row > most:
@@ -194,13 +196,13 @@ class GradientWatch:
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
         self._failure = self._failure or NonFiniteGradients(words + remedy + anomaly, step, parameters)
 
-    def _tell_of_empty(self, step: int) -> None:
-        if not self._has_told_of_empty:
+    def _warn_of_empty(self, step: int) -> None:
+        if not self._has_warned_of_empty:
             self._warn(
                 f"step {step}: no label counts (the loss function returned a count of 0 on all ranks): the step "
-                f"changes nothing, and its loss is nan. Further steps of that kind are not told"
+                f"changes nothing, and its loss is nan. Further steps of that kind are not logged"
             )
-        self._has_told_of_empty = True
+        self._has_warned_of_empty = True
 
     def _warn(self, message: str) -> None:
         if self._group.index == 0:
@@ -208,22 +210,25 @@ class GradientWatch:
 
 
 class LossScaler:
-    """The scale of the loss as `torch.amp.GradScaler` has it: doubled after a number of steps without an overflow,
-    halved by each, whose step is skipped (Micikevicius et al., 1710.03740, section 3.2).
+    """The scale of the loss, as in `torch.amp.GradScaler`.
 
-    It is the scale of the gradient of the *mean* loss, as there. The engine backpropagates sums, which are larger by
-    the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number: a division by it
-    is exact. n is what the loss function counted in the first step, the same under every plan; for the first step
-    itself it is taken from the shapes of the batch, and agreed on by all ranks. Where `train.batch_ramp` lets the batch
-    grow, n stays, and the scale falls by as much as it must.
+    It is doubled after a number of steps without an overflow, and halved by each overflow, whose step is skipped
+    (Micikevicius et al., 1710.03740, section 3.2).
+
+    As there, it is the scale of the gradient of the *mean* loss. The engine backpropagates sums, which are larger by
+    the number of tokens. So a loss is multiplied by the scale over n, a power of two near that number, by which a
+    division is exact. n is the count of the loss function in the first step, the same under every plan. In the first
+    step itself it is computed from the shapes of the batch, and all ranks agree on it. While `train.batch_ramp` grows
+    the batch, n stays, and the scale falls as needed.
 
     Args:
-        options: None: the defaults.
+        options: options; None: the defaults.
+        context: the rank's context.
         batch_size: samples of the global batch.
 
     Attributes:
         scale: float32 scalar on the device.
-        factor: what the losses of the step that runs are multiplied by, float32 scalar; None before the first.
+        factor: factor of the losses in the running step, float32 scalar; None before the first.
     """
 
     def __init__(self, options: LossScale | None, context: ParallelContext, batch_size: int) -> None:
@@ -232,13 +237,13 @@ class LossScaler:
         self.scale = torch.full((), options.init, dtype=torch.float32, device=context.device)
         #: steps without an overflow since the scale last changed
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=context.device)
-        #: a power of two, float32 scalar on the device
+        #: n, a power of two, float32 scalar on the device
         self._num_tokens: Tensor | None = None
         self._is_first = False
         self.factor: Tensor | None = None
 
     def begin_step(self, batch: Any) -> Tensor:
-        """The `factor` of the step of this batch of a data rank. Collective before the first step."""
+        """Return the `factor` of the step of a data rank's batch. Collective before the first step."""
         if self._num_tokens is None:
             world = self._context.group(self._context.grid.names)
             largest = max(all_gather_object(self._batch_size * tokens_per_sample(batch), world))
@@ -248,31 +253,31 @@ class LossScaler:
         return self.factor
 
     def update(self, found_inf: Tensor | None, count: Tensor) -> None:
-        """After a step; waits for nothing. A step in which no label counts changes nothing.
+        """Update the scale after a step, without waiting. A step without labels changes nothing.
 
         Args:
-            found_inf: whether a gradient was not finite, bool scalar; None: all were.
+            found_inf: whether a gradient was not finite, bool scalar; None: all were finite.
             count: samples or tokens whose losses were summed in the global batch.
         """
         if self._is_first:
             self._is_first = False
             assert self._num_tokens is not None
-            mantissa, _ = torch.frexp(count)  # between 1/2 and 1, so that what follows is exact
+            mantissa, _ = torch.frexp(count)  # between 1/2 and 1, so that the division is exact
             below = (count / mantissa / 2).float()
             self._num_tokens = torch.where(count.isfinite() & (count >= 1), below, self._num_tokens)
-        found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
+        overflow = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
         before = self.scale.clone(), self._growth_tracker.clone()
-        torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)
+        torch._amp_update_scale_(self.scale, self._growth_tracker, overflow, GROWTH, BACKOFF, self._growth_interval)
         for value, old in zip((self.scale, self._growth_tracker), before, strict=True):
             value.copy_(torch.where(count == 0, old, value))
 
     def state_dict(self) -> dict[str, float]:
-        """Waits for the device."""
+        """Return the scale and its counters; waits for the device."""
         state = {"scale": self.scale.item(), "growth_tracker": int(self._growth_tracker.item())}
         return state if self._num_tokens is None else {**state, "num_tokens": int(self._num_tokens.item())}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take back what `state_dict` gave, under any plan."""
+        """Load the result of `state_dict`, under any plan."""
         self.scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
         self._num_tokens = torch.full_like(self.scale, state["num_tokens"]) if "num_tokens" in state else None
@@ -280,9 +285,9 @@ class LossScaler:
 
 
 def tokens_per_sample(batch: Any) -> int:
-    """Tokens of a sample as the shapes have it: dim 1 of [batch, tokens] integers and of [batch, tokens, features].
+    """Return the tokens of a sample by the shapes: dim 1 of integers [batch, tokens] and of [batch, tokens, features].
 
-    1 for anything else: a sample is the unit then.
+    It is 1 for anything else, where a sample is the unit.
     """
     _, x = next(tensors(model_input(batch)), (None, None))
     if x is not None and (x.dim() == 3 or (x.dim() == 2 and not (x.is_floating_point() or x.is_complex()))):

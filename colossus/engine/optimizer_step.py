@@ -28,17 +28,17 @@ from colossus.schedule.executor import StepObserver, StepTotals
 
 
 class OptimizerStep:
-    """Divides, watches and clips the gradients of a step, and updates the parameters or skips the step.
+    """Divides, checks and clips the gradients of a step, and updates the parameters or skips the step.
 
     Attributes:
-        batch_check: that ranks which share a batch were given the same one.
-        program_check: that the ranks of a group have called the same layers; None of one rank.
-        watch: for gradients that are not finite.
-        loss_scaler: of fp16, else None.
-        learning_rate: of each step.
-        routers: of mixtures of experts.
-        replica_check: that copies of parameters stay the same; None where they are not compared.
-        spike_watch: that losses do not rise far above those before; None where that is not looked at.
+        batch_check: compares the batches of ranks that share one.
+        program_check: compares the layers that the ranks of a group have called; None with one rank.
+        watch: checks that gradients are finite.
+        loss_scaler: loss scale of fp16, else None.
+        learning_rate: learning rate of each step.
+        routers: routers of mixtures of experts.
+        replica_check: compares copies of parameters; None if they are not compared.
+        spike_watch: checks that losses do not rise far above earlier ones; None if that is not checked.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class OptimizerStep:
         self.batch_check, self.routers = BatchCheck(context), routers
         self.program_check = ProgramCheck(context, axes) if context.size(axes) > 1 else None
         every = train.check_replicas_every
-        goes_back = train.on_mismatch == "restart"
-        self.replica_check = ReplicaCheck(every, train.steps, strategy, goes_back=goes_back) if every else None
+        rolls_back = train.on_mismatch == "restart"
+        self.replica_check = ReplicaCheck(every, train.steps, strategy, rolls_back=rolls_back) if every else None
         self.spike_watch = SpikeWatch(train.on_spike, strategy) if train.on_spike is not None else None
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
-        # where several ranks have the same loss, or the same squares, one of them counts it
+        # if several ranks have the same loss, or the same squares, one of them counts it
         at, summed_axes = context.coordinates, set(strategy.summed_axes)
         self._counts_loss = all(at[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
         self._counts_norm = all(at[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
-    def look_at(self, result: StepResult) -> None:
-        """Compare what is to be compared after a step.
+    def check_result(self, result: StepResult) -> None:
+        """Run the checks that are due after a step.
 
         Raises:
             ReplicasDiffer, LossSpike: on all ranks.
@@ -89,16 +89,17 @@ class OptimizerStep:
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]
     ) -> StepResult:
-        """Collective, once the gradients are summed.
+        """Update the parameters after the gradients are summed. Collective.
 
         Args:
-            step: from 0.
+            step: number of the step, from 0.
+            totals: sums of the step.
             stop: this rank's request to end training (`results.addend`).
-            mark: of the batch, where ranks share one (`BatchCheck.mark`).
-            observers: told once the gradients are divided and clipped.
+            mark: mark of the batch, if ranks share one (`BatchCheck.mark`).
+            observers: called once the gradients are divided and clipped.
 
         Raises:
-            ValueError: on all ranks alike, when ranks that share a batch were given different ones.
+            ValueError: on all ranks, if ranks that share a batch have different ones.
         """
         scaler, strategy, context = self.loss_scaler, self._strategy, self._context
         loss_scale = None if scaler is None else scaler.scale.clone()
@@ -120,7 +121,7 @@ class OptimizerStep:
             if scaler is not None:
                 scaler.update(found_inf, own[1])
             routing = self.routers.end_step(found_inf)
-        torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
+        torch.clear_autocast_cache()  # an autocast block around the step would use casts of the old weights
         return StepResult(
             step + 1,
             lr,
@@ -139,22 +140,22 @@ class OptimizerStep:
             raise located_error(
                 f"the optimizer was stepped by hand, but {self._context.world_size} ranks share the model: the "
                 f"gradients of a loss.backward() are of this rank's samples and shards alone, and nothing has summed "
-                f"them. engine.train_step(batch) does forward, backward, sums, clipping and the update; what a loop "
-                f"adds to a loss belongs into loss_fn"
+                f"them. engine.train_step(batch) does forward, backward, sums, clipping and the update; terms that a "
+                f"loop adds to a loss belong into loss_fn"
             )
 
     def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The step's numbers in one small all-reduce over all axes, and what the gradients are to be multiplied by.
+        """Return the step's numbers, by one small all-reduce over all axes, and the factor of the gradients.
 
         Returns:
-            Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
-            clipping, requests to stop. The norm is not finite where a gradient of any rank is not.
-            The factor, a float64 scalar: one over the tokens and the scale of the loss, and what clips the gradient of
-            the mean loss.
+            For the global batch (under an inexact strategy, for the replica's): loss sum, tokens, gradient norm before
+            clipping, stop requests. The norm is not finite if a gradient of any rank is not.
+            The factor, a float64 scalar: one over the tokens and the loss scale, times the factor that clips the
+            gradient of the mean loss.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
         squares = self._strategy.squares_of_step(self._norm, self._norm.local_squares(self._context.device))
-        if not self._counts_norm:  # another rank counts the same; what is not finite here stays so
+        if not self._counts_norm:  # another rank counts the same; 0 * inf is still not finite
             squares = squares * 0.0
         loss = [totals.loss_sum, totals.tokens] if self._counts_loss else [zero, zero]
         marks = [] if self.program_check is None else [zero + self.program_check.mark()]
@@ -168,7 +169,7 @@ class OptimizerStep:
         factor = None if self.loss_scaler is None else self.loss_scaler.factor
         divisor = count if factor is None else count * factor
         norm = numbers[2].sqrt() / divisor
-        if self.program_check is not None and norm.device.type != "cpu":  # told one step late: until then no update
+        if self.program_check is not None and norm.device.type != "cpu":  # raised one step late: until then no update
             norm = torch.where(numbers[4] == 0, norm, torch.nan)
         scale = 1.0 / divisor
         if self._train.clip_grad_norm is not None:
@@ -177,7 +178,7 @@ class OptimizerStep:
 
 
 def loss_axes(context: ParallelContext) -> tuple[str, ...]:
-    """The axes over which losses are summed: those that split samples or tokens, and the pipeline's."""
+    """Return the axes over which losses are summed: those that split samples or tokens, and the pipeline's."""
     split = model_parallel_of(context).regions.whole.shard_axes
     return tuple(
         axis for axis in context.grid.names if axis in split or (axis == "pipeline" and context.size("pipeline") > 1)

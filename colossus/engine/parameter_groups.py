@@ -1,7 +1,7 @@
-"""``optimizer.groups`` and ``optimizer.layer_decay``: which parameters of a model are trained with which options.
+"""``optimizer.groups`` and ``optimizer.layer_decay``: the options with which each parameter of a model is trained.
 
-Rules are judged on the whole model, before a pipeline cuts it: the groups are the same ones on all ranks, under every
-plan, also where a rank has no parameter of one.
+Rules apply to the whole model, before a pipeline splits it: the groups are the same on all ranks, under every plan,
+also if a rank has no parameter of one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ParameterGroups:
     """The groups of an optimizer.
 
     Attributes:
-        options: of each group what is another than the optimizer's, ``lr_scale`` included; the model's first parameter
-            is in the first group.
-        group_of: full name of a parameter that is trained -> number of its group.
-        met: what is shown of the rules: a line for each pattern, and for the layers.
+        options: options of each group that differ from the optimizer's, ``lr_scale`` included; the model's first
+            parameter is in the first group.
+        group_of: full name of a trained parameter -> number of its group.
+        description: a line for each pattern and each layer, for the log.
     """
 
     options: list[dict[str, Any]] = field(default_factory=list)
     group_of: dict[str, int] = field(default_factory=dict)
-    met: list[str] = field(default_factory=list)
+    description: list[str] = field(default_factory=list)
 
     def add(self, name: str, options: dict[str, Any]) -> None:
         if options not in self.options:
@@ -47,7 +47,7 @@ class ParameterGroups:
             self.add(name, {**self.options[self.group_of[name]], **options})
 
     def of(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """The groups of a rank as an optimizer of torch takes them, of the parameters that it trains."""
+        """Return a rank's groups for an optimizer of torch, with the parameters that the rank trains."""
         groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
         for name, param in named:
             groups[self.group_of[name]]["params"].append(param)
@@ -55,12 +55,11 @@ class ParameterGroups:
 
 
 def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
-    """The groups of a whole model, on the meta device, whose frozen parameters are frozen; None where the section says
-    nothing of groups.
+    """Return the groups of a whole model, on the meta device, and freeze its frozen parameters; None without groups.
 
     Raises:
-        ConfigError: for a pattern that meets no parameter, one that takes the rows of a fused parameter apart, and a
-            model without blocks for ``layer_decay``, or of which all is frozen.
+        ConfigError: if a pattern matches no parameter or only some rows of a fused parameter, a model has no blocks for
+            ``layer_decay``, or everything is frozen.
     """
     if not section.has_groups:
         return None
@@ -74,19 +73,19 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
         if settings.pop("frozen", False):
             param.requires_grad_(False)
         elif param.requires_grad:
-            _, of_layer = layers.get(name, ("", 1.0))
-            groups.add(name, {**settings, "lr_scale": settings.get("lr_scale", 1.0) * of_layer})
-    groups.met = _describe(section, model, names, layers)
+            _, layer_scale = layers.get(name, ("", 1.0))
+            groups.add(name, {**settings, "lr_scale": settings.get("lr_scale", 1.0) * layer_scale})
+    groups.description = _describe(section, model, names, layers)
     if not groups.group_of:
         raise ConfigError(
-            f"optimizer.groups: all {counted(len(names), 'parameter')} are frozen, so nothing would be trained: say "
-            f"frozen=False of some in a later rule"
+            f"optimizer.groups: all {counted(len(names), 'parameter')} are frozen, so nothing would be trained: set "
+            f"frozen=False for some in a later rule"
         )
     return groups
 
 
 def one_group(model: nn.Module) -> ParameterGroups:
-    """That of a whole model of which nothing is said."""
+    """Return a single group with all trained parameters of a whole model."""
     groups = ParameterGroups()
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -94,29 +93,29 @@ def one_group(model: nn.Module) -> ParameterGroups:
     return groups
 
 
-def _meets(patterns: Sequence[str], name: str, part: str) -> bool:
-    """Whether one of them matches a parameter, by its name or by that of a logical parameter in it."""
-    return any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, part))
+def _matches(patterns: Sequence[str], name: str, part: str) -> bool:
+    """Return whether a pattern matches a parameter, by its name or by that of a logical parameter in it."""
+    return any(fnmatchcase(title, pattern) for pattern in patterns for title in (name, part))
 
 
-def _given(rule: GroupRule) -> dict[str, Any]:
+def _options(rule: GroupRule) -> dict[str, Any]:
     own = {"lr_scale": rule.lr_scale, "frozen": rule.frozen}
     return {**{key: value for key, value in own.items() if value is not None}, **rule.options}
 
 
 def _settings(rules: Sequence[GroupRule], name: str, parts: Sequence[str]) -> dict[str, Any]:
-    """What all rules that meet a parameter, or each of its logical ones, say of it, the last of each key."""
+    """Return the options of all rules that match a parameter, or all its logical ones; a later rule wins."""
     settings: dict[str, Any] = {}
     for number, rule in enumerate(rules):
-        met = [part for part in parts if _meets(rule.match, name, part)]
-        if met and len(met) < len(parts):
+        matched = [part for part in parts if _matches(rule.match, name, part)]
+        if matched and len(matched) < len(parts):
             raise ConfigError(
-                f"optimizer.groups.{number}.match: meets {', '.join(met)}, but not "
-                f"{', '.join(part for part in parts if part not in met)}: these are rows of one parameter, which is in "
-                f"one group under every plan. Match {name!r}, or each of its rows"
+                f"optimizer.groups.{number}.match: matches {', '.join(matched)}, but not "
+                f"{', '.join(part for part in parts if part not in matched)}: these are rows of one parameter, which "
+                f"is in one group under every plan. Match {name!r}, or each of its rows"
             )
-        if met:
-            settings |= _given(rule)
+        if matched:
+            settings |= _options(rule)
     return settings
 
 
@@ -124,11 +123,11 @@ def _settings(rules: Sequence[GroupRule], name: str, parts: Sequence[str]) -> di
 
 
 def _layers(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
-    """Full name of each parameter -> its layer, and which part of the learning rate that has: decay^(n - k) block k of
-    n (from 0), decay^(n + 1) what is before the blocks, 1 what is behind them, in the order in which the model has its
-    parameters.
+    """Return, by full name of each parameter, its layer and the layer's factor of the learning rate.
 
-    As in BEiT (2106.08254) and in timm's ``param_groups_layer_decay``.
+    The factor of block k of n (from 0) is decay^(n - k), that of parameters before the blocks decay^(n + 1), that of
+    parameters after them 1, in the order of the model's parameters. See BEiT (2106.08254) and timm's
+    ``param_groups_layer_decay``.
     """
     blocks, layers = _blocks(model), dict[str, tuple[str, float]]()
     layer_of = {id(param): number for number, block in enumerate(blocks) for param in block.parameters()}
@@ -137,7 +136,7 @@ def _layers(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
     for name, param in model.named_parameters():
         number = layer_of.get(id(param))
         if number is not None:
-            outside = f"behind {names[-1]}", 1.0
+            outside = f"after {names[-1]}", 1.0
             layers[name] = names[number], decay ** (len(blocks) - number)
         else:
             layers[name] = outside
@@ -145,13 +144,13 @@ def _layers(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules in the largest ModuleList or Sequential of one class, as those of a pipeline are found."""
+    """Return the modules in the largest ModuleList or Sequential of one class, in the same way as a pipeline does."""
     lists = [list(module.children()) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     alike = [blocks for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
     if not alike:
         raise ConfigError(
             f"optimizer.layer_decay: {type(model).__name__} has no list of blocks (ModuleList or Sequential of one "
-            f"class): give each layer a learning rate by rules, optimizer.groups = [dict(match=.., lr_scale=..)]"
+            f"class): set learning rates of layers by rules, optimizer.groups = [dict(match=.., lr_scale=..)]"
         )
 
     def num_elements(blocks: list[nn.Module]) -> int:
@@ -169,25 +168,25 @@ def _describe(
     names: Mapping[str, Sequence[str]],
     layers: Mapping[str, tuple[str, float]],
 ) -> list[str]:
-    """What each pattern has met, of whole parameters; what each layer has.
+    """Return a line for each pattern with the whole parameters that it matches, and a line for each layer.
 
     Raises:
-        ConfigError: for patterns that have met nothing.
+        ConfigError: for patterns that match nothing.
     """
     sizes = {name: spec_of(param).num_elements for name, param in model.named_parameters()}
     rows, problems = list[list[str]](), list[str]()
 
-    def row(what: str, met: Sequence[str], options: Mapping[str, Any]) -> None:
-        elements = counted(sum(sizes[name] for name in met), "element")
-        given = ", ".join(f"{key} = {value!r}" for key, value in options.items())
-        rows.append([what, counted(len(met), "parameter"), elements, given])
+    def row(title: str, matched: Sequence[str], options: Mapping[str, Any]) -> None:
+        elements = counted(sum(sizes[name] for name in matched), "element")
+        settings = ", ".join(f"{key} = {value!r}" for key, value in options.items())
+        rows.append([title, counted(len(matched), "parameter"), elements, settings])
 
     for number, rule in enumerate(section.groups):
         for pattern in rule.match:
-            met = [name for name, parts in names.items() if any(_meets([pattern], name, part) for part in parts)]
-            if not met:
-                problems.append(f"optimizer.groups.{number}.match: {_met_nothing(pattern, names)}")
-            row(pattern, met, _given(rule))
+            matched = [name for name, parts in names.items() if any(_matches([pattern], name, part) for part in parts)]
+            if not matched:
+                problems.append(f"optimizer.groups.{number}.match: {_no_match(pattern, names)}")
+            row(pattern, matched, _options(rule))
     for layer in dict.fromkeys(layers.values()):
         row(layer[0], [name for name in layers if layers[name] == layer], {"lr_scale": round(layer[1], 6)})
     if problems:
@@ -195,9 +194,9 @@ def _describe(
     return aligned(rows, left_columns=(0, 3)).splitlines()
 
 
-def _met_nothing(pattern: str, names: Mapping[str, Sequence[str]]) -> str:
-    every = [each for name, parts in names.items() for each in (name, *parts)]
-    pieces = {piece for name in every for piece in (name, *name.split("."), name.rpartition(".")[0])}
+def _no_match(pattern: str, names: Mapping[str, Sequence[str]]) -> str:
+    titles = [title for name, parts in names.items() for title in (name, *parts)]
+    pieces = {piece for name in titles for piece in (name, *name.split("."), name.rpartition(".")[0])}
     close = nearest(re.sub(r"[*?]+", "", pattern).strip("."), sorted(pieces))
     like = [name for name in names if close is not None and close in name][:3] or list(names)[:3]
-    return f"{pattern!r} meets no parameter; names are like {', '.join(like)}"
+    return f"{pattern!r} matches no parameter; names are like {', '.join(like)}"

@@ -1,4 +1,4 @@
-"""Results of train steps and evaluations, and the requests to stop that come with them."""
+"""Results of train steps and evaluations, and the stop requests that they carry."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from torch import Tensor
 from colossus.gradients.host_transfer import HostRead
 from colossus.layers.router import SUMS
 
-#: what may have asked for a stop, the last one wins: the program itself (None), or a signal to some rank
+#: reasons for a stop, of which the last one wins: the program itself (None), or a signal to some rank
 _REASONS = (None, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-#: a reason counts more than those before it from so many ranks: their sum says which it was, in float32 too
+#: a reason outweighs earlier ones from this number of ranks, so that their sum has the reason, in float32 too
 _MOST_RANKS = 1 << 20
 
 
 def addend(signum: int | None) -> float:
-    """What a rank adds that asks for a stop; a signal that is no stop signal counts as the program itself."""
+    """Return the addend of a rank that requests a stop; any signal but a stop signal counts as the program itself."""
     return float(_MOST_RANKS ** (_REASONS.index(signum) if signum in _REASONS else 0))
 
 
 def signal_of(total: float) -> int | None:
-    """The signal that stopped the run, None where nobody asked or no signal did."""
-    found = [int(signum) for index, signum in enumerate(_REASONS) if signum and total >= _MOST_RANKS**index]
-    return found[-1] if found else None
+    """Return the signal that stopped the run; None if no rank requested a stop, or no signal did."""
+    signals = [int(signum) for index, signum in enumerate(_REASONS) if signum and total >= _MOST_RANKS**index]
+    return signals[-1] if signals else None
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers of a step have counted.
+    """Counts of the routers in a step.
 
     Attributes:
-        sizes: name -> number of experts of each.
-        totals: of each, one behind the other, as of `colossus.layers.router.Router`.
+        sizes: name of each router -> number of experts.
+        totals: totals of the routers one after the other, see `colossus.layers.router.Router`.
     """
 
     sizes: Mapping[str, int]
     totals: Tensor
 
     def named(self, numbers: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """Of each router, by name, what `StepResult.experts` says."""
-        found: dict[str, dict[str, Any]] = {}
+        """Return the entries of `StepResult.experts` by name of the router."""
+        by_name: dict[str, dict[str, Any]] = {}
         rest = list(numbers)
         for name, num_experts in self.sizes.items():
             chosen, sums = rest[:num_experts], dict(zip(SUMS, rest[num_experts:], strict=False))
@@ -54,34 +54,34 @@ class Routing:
             tokens, mean = sums.pop("tokens") or math.nan, sum(chosen) / num_experts or math.nan
             means = {key: sums[key] / tokens for key in ("entropy", "aux_loss", "z_loss")}
             counts = {"dropped": round(sums["dropped"]), "tokens": [round(number) for number in chosen]}
-            found[name] = {"max_over_mean": max(chosen) / mean, **means, **counts}
-        return found
+            by_name[name] = {"max_over_mean": max(chosen) / mean, **means, **counts}
+        return by_name
 
 
 class StepResult:
-    """Result of one optimizer step; the same on all ranks, or on those of a replica (``replica``): then what is said
-    here of the global batch is of the replica's part of it.
+    """Result of one optimizer step, the same on all ranks.
 
-    Under an inexact strategy gradients are divided, and clipped, by the count and the norm of the replica; the norm of
-    a result of all replicas is the mean of theirs.
+    With ``replica`` set it is the same on the ranks of that replica, and its numbers are those of the replica's part of
+    the global batch. Under an inexact strategy gradients are divided, and clipped, by the count and the norm of the
+    replica; the norm of a result of all replicas is the mean of theirs.
 
-    The numbers stay on the device until they are first read. `send_to_host` lets them travel while the device goes on:
-    who reads them one step later waits for nothing.
+    The numbers stay on the device until they are first read. `send_to_host` starts their copy while the device
+    continues, so that reading them one step later waits for nothing.
 
     Attributes:
         step: number of optimizer steps done, this one included.
         lr: learning rate of this step.
-        replica: index of the replica whose own numbers these are; None where they are of all.
-        stop_requested: whether a rank has asked to stop; all ranks see it after the same step. On an accelerator,
+        replica: index of the replica whose own numbers these are; None if they are of all.
+        stop_requested: whether a rank has requested a stop; all ranks see it after the same step. On an accelerator,
             which is not waited for, that is one step later.
-        stop_signal: number of the signal that made a rank ask, None when none did.
+        stop_signal: number of the signal that caused the request, or None.
 
     Args:
-        numbers: of the global batch: loss sum, tokens, gradient norm, requests to stop.
-        stops: requests to stop that all ranks act on now, summed (`results.addend`).
-        routing: of the routers, where there are any.
-        more: by name: ``skipped``, ``num_skipped``, ``loss_scale``; ``own_tokens`` of the replica alone, where replicas
-            count for themselves; None: there is none.
+        numbers: numbers of the global batch: loss sum, tokens, gradient norm, stop requests.
+        stops: sum of the stop requests that all ranks act on now (`results.addend`).
+        routing: counts of the routers, if there are any.
+        more: further numbers by name: ``skipped``, ``num_skipped``, ``loss_scale``; ``own_tokens`` of the replica
+            alone, if replicas do not wait for each other; None: there is none.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class StepResult:
         self._routing = routing
 
     def send_to_host(self) -> bool:
-        """Let all numbers travel to the host, behind what the device has been told so far. Waits for nothing.
+        """Start to copy all numbers to the host, after the work that is queued on the device. Waits for nothing.
 
         Returns:
-            Whether they are on their way, and best read when the next step is over; on the CPU they are there.
+            Whether they are under way, and best read when the next step is over; on the CPU they have arrived.
         """
         if self._reading is None:
             first = self._numbers[0]
@@ -120,11 +120,11 @@ class StepResult:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody waits who reads the numbers."""
+        """Return whether reading the numbers waits for nothing."""
         return self._reading is not None and self._reading.is_there
 
     def wait(self) -> dict[str, float]:
-        """All numbers by name, once they are there, `send_to_host` or not."""
+        """Return all numbers by name, once they have arrived, with or without `send_to_host`."""
         self.send_to_host()
         assert self._reading is not None
         return dict(zip(self._names, self._reading.wait().tolist(), strict=False))
@@ -135,9 +135,10 @@ class StepResult:
 
     @property
     def experts(self) -> dict[str, dict[str, Any]]:
-        """Of each router by name: ``tokens`` of each expert, the largest over their mean (``max_over_mean``), choices
-        ``dropped``; means over tokens of the ``entropy`` of scores (in nats), and of the auxiliary losses, which are
-        not in ``loss``.
+        """Counts of each router by name.
+
+        They are ``tokens`` of each expert, the largest over their mean (``max_over_mean``), choices ``dropped``, and
+        means over tokens of the ``entropy`` of scores (in nats) and of the auxiliary losses, which are not in ``loss``.
         """
         self.wait()
         if self._routing is None or self._reading is None:
@@ -146,22 +147,22 @@ class StepResult:
 
     @property
     def count(self) -> float:
-        """Valid tokens of the global batch: no whole number where a loss function weighs its samples."""
+        """Valid tokens of the global batch; not a whole number if a loss function weighs its samples."""
         return self.wait()["tokens"]
 
     @property
     def tokens(self) -> int:
-        """``count``, rounded."""
+        """Rounded ``count``."""
         return round(self.count)
 
     @property
     def replica_tokens(self) -> int | None:
-        """Those of this rank's replica, under an inexact strategy; None where nobody counts them alone."""
+        """Tokens of this rank's replica, under an inexact strategy; None if they are not counted alone."""
         tokens = self.wait().get("own_tokens")
         return None if tokens is None else round(tokens)
 
     def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
-        """The same with the numbers of all replicas. Collective over data.
+        """Return the result with the numbers of all replicas. Collective over data.
 
         Args:
             add: `Strategy.sum_over_replicas`.
@@ -172,7 +173,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss per valid token of the global batch, before the step; nan where there is no valid token."""
+        """Mean loss per valid token of the global batch, before the step; nan if there is no valid token."""
         numbers = self.wait()
         return numbers["loss_sum"] / numbers["tokens"] if numbers["tokens"] else float("nan")
 
@@ -183,14 +184,15 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether gradients were not finite, or no label counted, and the step changed neither parameters nor the
-        optimizer's state.
+        """Return whether the step changed neither parameters nor the optimizer's state.
+
+        That is so if gradients were not finite, or no label counted.
         """
         return bool(self.wait()["skipped"])
 
     @property
     def skipped_on_device(self) -> Tensor | int:
-        """The same as a number where it was found, for which nobody waits; 0 where no step is skipped."""
+        """The same as a number on the device that computed it, which waits for nothing; 0 if no step is skipped."""
         return self._more["skipped"]
 
     @property
@@ -200,7 +202,7 @@ class StepResult:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the mean loss was scaled by in this step; None unless ``train.precision`` is fp16."""
+        """Scale of the mean loss in this step; None unless ``train.precision`` is fp16."""
         return self.wait().get("loss_scale")
 
     def __repr__(self) -> str:
@@ -214,11 +216,13 @@ class EvalResult:
     """Sums over the global batch of one or several evaluation steps.
 
     Attributes:
+        loss_sum: sum of the losses.
+        count: valid tokens.
         sums: name -> (sum, count) of each of the model's ``eval_metrics``.
         step: optimizer steps done.
         complete: whether no stop was requested during it.
-        stop_signal: number of the signal that was the reason, if one was.
-        more: what hooks have added (`Hook.add_to_evaluation`), by name.
+        stop_signal: number of the signal that caused the request, or None.
+        more: numbers that hooks have added (`Hook.add_to_evaluation`), by name.
     """
 
     loss_sum: float
@@ -231,7 +235,7 @@ class EvalResult:
 
     @property
     def tokens(self) -> int:
-        """Valid tokens: ``count`` rounded, which is no whole number where a loss function weighs its samples."""
+        """Valid tokens: rounded ``count``, which is not whole if a loss function weighs its samples."""
         return round(self.count)
 
     @property
@@ -241,11 +245,11 @@ class EvalResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Name -> sum / count."""
+        """Means of the metrics by name."""
         return {name: total / count if count else float("nan") for name, (total, count) in self.sums.items()}
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All of it by the names that rows of metrics have: ``validation_loss``, ``validation_accuracy``, .."""
+        """All numbers by their names in rows of metrics: ``validation_loss``, ``validation_accuracy``, .."""
         means = {"loss": self.loss, **self.metrics}
         return {f"validation_{name}": mean for name, mean in means.items()} | dict(self.more)

@@ -1,4 +1,4 @@
-"""The routers of a run: what of all tokens of a step went where, and the biases that balance it."""
+"""The routers of a run: counts over all tokens of a step, and the biases that balance them."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from colossus.layers.router import SUMS, Router
 
 
 def routers_of(model: nn.Module) -> dict[str, int]:
-    """Name -> number of experts of each router of a whole model."""
-    return {name: each.num_experts for name, each in model.named_modules() if isinstance(each, Router)}
+    """Return the number of experts of each router of a whole model, by name."""
+    return {name: module.num_experts for name, module in model.named_modules() if isinstance(module, Router)}
 
 
 class Routers:
-    """Sums what the routers of all ranks have counted in a step, and moves their biases.
+    """Sums the counts of the routers of all ranks in a step, and updates their biases.
 
     Args:
-        sizes: of the whole model, as of `routers_of`, also of stages of other ranks.
-        model: of this rank.
+        sizes: routers of the whole model (`routers_of`), also of other ranks' stages.
+        model: the rank's part of the model.
+        strategy: the data-parallel strategy.
 
     Attributes:
-        data_group: the ranks along data that share the experts: all of them run the same forwards.
+        data_group: the ranks along data that share the experts; all of them run the same forwards.
     """
 
     def __init__(self, sizes: dict[str, int], model: nn.Module, strategy: Strategy) -> None:
         self.sizes = sizes
-        found = {name: each for name, each in model.named_modules() if isinstance(each, Router)}
-        #: without those of other stages, whose parameters a pipeline has taken away
-        self._own = {name: each for name, each in found.items() if each._parameters.get("weight") is not None}
+        routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+        #: routers of this rank's stages; a pipeline removes the parameters of others
+        self._own = {name: router for name, router in routers.items() if router._parameters.get("weight") is not None}
         context, axes = strategy.parts.context, strategy.summed_axes
         self._group, self._device = context.group(axes), context.device
         data, grid = context.grid.axes("data"), context.grid
         self.data_group = context.group(tuple(axis for axis in grid.expert_axes if axis in data and sizes))
         apart = ("pipeline", *model_parallel_of(context).regions.whole.shard_axes)
-        # ranks that hold the same tokens count the same: the first of them does
+        # ranks with the same tokens have the same counts: the first of them adds its own
         self._counts = all(context.coordinates[axis] == 0 for axis in axes if axis not in apart)
 
     def begin_step(self) -> None:
@@ -46,13 +47,13 @@ class Routers:
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor | None) -> Tensor | None:
-        """Collective, at the end of a step, over the ranks whose gradients are summed. No host waits.
+        """Sum the counts at the end of a step. Collective over the ranks whose gradients are summed; no host waits.
 
         Args:
-            skipped: whether the step changes nothing, bool scalar; None: it does.
+            skipped: whether the step changes nothing, bool scalar; None: it changes parameters.
 
         Returns:
-            Of each router of the whole model, one behind the other: `Router.totals`. None where there is no router.
+            `Router.totals` of each router of the whole model, one after the other; None if there is no router.
         """
         if not self.sizes:
             return None

@@ -24,7 +24,7 @@ log = logging.getLogger("colossus.engine")
 
 
 class Saves:
-    """The saving half of `colossus.engine.checkpoints.Checkpoints`, which tells what its attributes are."""
+    """The saving half of `colossus.engine.checkpoints.Checkpoints`, which describes its attributes."""
 
     def __init__(self, state: State) -> None:
         self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
@@ -32,11 +32,11 @@ class Saves:
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.on_progress: Callable[[], None] = lambda: None
         self.stall_seconds = 0.0
-        self.is_restart = self.is_wanted = False
+        self.is_restart = self.save_requested = False
         self._writer: CheckpointWriter | None = None
         self._save: Save | None = None
         self._ended: list[SavedCheckpoint] = []
-        #: steps done when the last checkpoint was begun; None where none has the state as it is
+        #: steps done at the start of the last checkpoint; None if it does not have the current state
         self._saved_step: int | None = None
         self._memory: HostMemory | None = None
         self._memory_is_too_small = False
@@ -53,7 +53,7 @@ class Saves:
 
     @property
     def root(self) -> Path:
-        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        """The folder of this run's checkpoints; ValueError if neither the config nor a launch defines one."""
         if self._dir is None and self._run.folder is None:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
         return folder.root_of(self._dir, self._run.folder or Path())
@@ -61,17 +61,17 @@ class Saves:
     def save(self, *, background: bool | None = None) -> Save:
         """Start to save the state as it is now, between two steps; waits for the end of the save before.
 
-        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
-        again when the run goes on only where the order of the data follows from the step; else a warning says so.
+        In a loop over ``engine.loader`` call it after `train_step`. A batch that was taken and not trained on yet comes
+        again after a resume only if the order of the data depends on the step alone; else a warning says so.
 
         Args:
-            background: whether the step waits for a copy in memory only; by default as the config has it.
+            background: whether the step waits for a copy in memory only; by default that of the config.
 
         Returns:
-            What can be waited for; it raises there what went wrong.
+            A handle to wait for, which raises if the save fails.
 
         Raises:
-            NonFiniteGradients: on all ranks, on an accelerator, of the last step: nothing is saved.
+            NonFiniteGradients: on all ranks, on an accelerator, for the last step: nothing is saved.
         """
         self.take_weights()
         self._require_own_parameters()
@@ -86,29 +86,29 @@ class Saves:
                 self.root, self._run.context, keep_last=config.keep_last, keep_every=config.keep_every,
                 on_block=lambda: self.on_progress(),
             )  # fmt: skip
-        with torch.inference_mode(False):  # the memory for copies is kept
+        with torch.inference_mode(False):  # later saves reuse the memory for copies
             self._save = self._writer.save(self._state.collect, self._state.about(), background=background)
         self._saved_step = self._run.completed_steps
         self.stall_seconds += time.perf_counter() - began
         return self._save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`is_wanted`) says so; tell which saves on the disk,
-        also of `save`, have ended since the last call.
+        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`save_requested`) says so; return ended saves.
 
-        A save that fails is an error in the log of rank 0, and the next one is tried.
+        These are saves on the disk, also those of `save`, since the last call. A save that fails is logged as an error
+        by rank 0, and the next one is tried.
 
         Args:
-            is_last: no step follows: save what is not saved yet, and wait until it is.
+            is_last: whether no step follows: the state is saved, if it is not yet, and the save is waited for.
 
         Raises:
-            CheckpointError: on all ranks, when the save after the last step failed.
+            CheckpointError: on all ranks, if the save after the last step failed.
         """
         step = self._run.completed_steps
-        if self.is_wanted:
+        if self.save_requested:
             self._saved_step = None
-        is_due = self.is_wanted or (bool(self._config.every) and (is_last or step % self._config.every == 0))
-        self.is_wanted = False
+        is_due = self.save_requested or (bool(self._config.every) and (is_last or step % self._config.every == 0))
+        self.save_requested = False
         if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
             self.finish()
         every = 0 if self._memory_is_too_small else self._config.memory_every
@@ -126,7 +126,7 @@ class Saves:
         return ended
 
     def _host_memory(self) -> HostMemory | None:
-        """The checkpoints in memory, None where the config wants none, or no launcher has made a folder for them."""
+        """Return the checkpoints in memory; None if the config wants none, or no launcher has made their folder."""
         root = os.environ.get(folder.MEMORY)
         if self._memory is None and root is not None and self._config.memory_every:
             self._memory = HostMemory(Path(root), self._world)
@@ -142,32 +142,32 @@ class Saves:
         if self._memory_writer is None:
             context, copies = self._run.context, self._config.memory_copies
             self._memory_writer = MemoryWriter(self._memory, context, copies, lambda: self.on_progress())
-        with torch.inference_mode(False):  # the memory for copies is kept
+        with torch.inference_mode(False):  # later saves reuse the memory for copies
             try:
                 self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
             except ConfigError as error:
                 if not self.is_restart:
                     raise
-                # it fitted when the run began: with fewer hosts each has more of it, and the run is to go on
+                # it fitted when the run began; with fewer hosts each stores more, and the run should continue
                 self._memory_is_too_small = True
                 if self._run.context.is_logging_rank:
                     log.warning("%s. Nothing is saved in memory from here on", error)
         self.stall_seconds += time.perf_counter() - began
 
     def finish_all(self, seconds: float = math.inf) -> None:
-        """`finish`, and wait for the end of the save in memory under way, at most so long."""
+        """Call `finish`, and wait for the end of the save in memory under way, for at most this time."""
         self.finish()
         if self._memory_save is not None:
             self._memory_save.wait_until_done(seconds)
 
     def close(self) -> None:
-        """Wait for the saves under way. Nothing is saved in memory any more, nor read there by other hosts."""
+        """Wait for the saves under way. After it nothing is saved in memory, nor read there by other hosts."""
         self.finish_all()
         if self._memory is not None:
             self._memory.close()
 
     def finish(self) -> None:
-        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
+        """Wait for the end of the save under way. If it failed and nobody has waited for it, rank 0 logs the error."""
         if self._save is None:
             return
         assert self._writer is not None
@@ -181,7 +181,7 @@ class Saves:
             self._saved_step = None
 
     def take_weights(self) -> None:
-        """Of the loading half: before a first save the run has its weights."""
+        """Load the weights of a new run before a first save; the loading half implements it."""
         raise NotImplementedError
 
     def _require_own_parameters(self) -> None:

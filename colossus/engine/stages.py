@@ -1,4 +1,4 @@
-"""The stages of a model on this rank: how the executor runs them, and what a forward draws at random."""
+"""The stages of a model on this rank: how the executor runs them, and the random numbers of a forward."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ class ModelStages:
     """Implements `colossus.schedule.executor.Stages`.
 
     Args:
-        model: of this rank.
+        context: the rank's context.
+        model: the rank's part of the model.
         pipeline: schedule and partition.
-        inputs: from a microbatch of a data rank to this rank's shard of it.
+        store: the parameters.
+        strategy: the data-parallel strategy.
+        inputs: converts a data rank's microbatch to this rank's shard of it.
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
-        buffers: of the model, that forwards change.
+        buffers: buffers of the model that forwards change.
 
     Attributes:
         observers: called around forwards; the list may change between steps.
-        metrics: what evaluations sum beside the loss.
-        step: of the random streams; None in an evaluation.
+        metrics: sums of evaluations beside the loss.
+        step: step of the random streams; None in an evaluation.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class ModelStages:
         self._first_loss = FirstLoss(
             context, model, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.num_microbatches
         )
-        #: whether in training: losses that have not been looked at
+        #: modes (whether in training) in which no loss was checked yet
         self._new_losses = {True, False}
         self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
@@ -95,7 +98,7 @@ class ModelStages:
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
             self._store.gather_lasting()
-            # where stages repeat what those before them have drawn, they draw from one stream
+            # stages that repeat the random numbers of earlier ones use one stream
             stream = 0 if getattr(self._forwards[stage], "draws_as_whole", False) else stage
             rng = self._rng.forward(stage, microbatch, stream, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
@@ -106,16 +109,16 @@ class ModelStages:
                     for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
-                        of_batch, ways = self._inputs.for_loss(out, own, batch)
+                        loss_batch, ways = self._inputs.for_loss(out, own, batch)
                         outputs, in_training = out, self.step is not None
                         if in_training in self._new_losses:
-                            out = self._first_loss.call(self.loss_fn, outputs, of_batch)
+                            out = self._first_loss.call(self.loss_fn, outputs, loss_batch)
                             self._new_losses.discard(in_training)
                         else:
-                            out = checked_sum(self.loss_fn(outputs, of_batch))
+                            out = checked_sum(self.loss_fn(outputs, loss_batch))
                         out = shared_sum(*out, ways)
                         if not in_training:
-                            self.metrics.add(outputs, of_batch, ways)
+                            self.metrics.add(outputs, loss_batch, ways)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")
@@ -127,7 +130,7 @@ class ModelStages:
         return any(param.requires_grad for param in self._parameters[stage])
 
     def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        if kind != "backward_weight":  # the half that recomputes nothing
+        if kind != "backward_weight":  # that half recomputes nothing
             self._context.rng.return_to(microbatch)
         self._store.begin_action()
 
@@ -162,12 +165,11 @@ class ModelStages:
 
 
 class ForwardRng:
-    """Inside, the global generators start from the place in the run; outside they are untouched. So what a forward
-    draws does not depend on what was drawn before it.
+    """Seeds the global generators for a forward by its position in the run, and restores them after it.
 
-    Torch's generators draw for samples and tokens: ranks that hold the same ones draw the same numbers, others draw
-    other ones. Python's ``random`` and numpy's legacy generator draw for the program (which layers to skip, say): all
-    ranks draw the same, as one process does.
+    So the random numbers of a forward do not depend on earlier ones. Torch's generators are for samples and tokens:
+    ranks with the same ones draw the same numbers, other ranks draw others. Python's ``random`` and numpy's legacy
+    generator are for the program (for example which layers to skip): all ranks draw the same, as one process does.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -181,7 +183,7 @@ class ForwardRng:
 
     @contextmanager
     def forward(self, stage: int, microbatch: int, stream: int, *, training: bool) -> Iterator[None]:
-        """Around a forward of a stage at the current step, which draws from a stream of the microbatch."""
+        """Seed the generators for a forward of a stage at the current step, with a stream of the microbatch."""
         if training:
             self._evaluations.clear()
             position: tuple[object, ...] = self._context.rng.step, microbatch, stream
@@ -189,23 +191,23 @@ class ForwardRng:
             count = self._evaluations[stage] = self._evaluations.get(stage, 0) + 1
             position = "evaluation", self._context.rng.step, count, stream
         seed = self._context.rng.seed
-        of_torch, of_python, of_numpy = self._torch.get_state(), random.getstate(), get_bit_generator()
+        torch_state, python_state, numpy_generator = self._torch.get_state(), random.getstate(), get_bit_generator()
         self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))
-        for_program = hash_key(seed, "python", *position)
-        random.seed(for_program)
-        # swapped, because copying its state in and out takes longer than all the rest
+        program_seed = hash_key(seed, "python", *position)
+        random.seed(program_seed)
+        # the generator is swapped, since copying its state takes longer than all other work here
         set_bit_generator(self._numpy)
-        np.random.seed(for_program % 2**32)
+        np.random.seed(program_seed % 2**32)
         try:
             yield
         finally:
-            self._torch.set_state(of_torch)
-            random.setstate(of_python)
-            set_bit_generator(of_numpy)
+            self._torch.set_state(torch_state)
+            random.setstate(python_state)
+            set_bit_generator(numpy_generator)
 
 
 def _refuse_writes(versions: Sequence[tuple[str, Tensor, int]]) -> None:
-    """An error if the first forward of a pipeline has written to the batch: the last stage has it as it was."""
+    """Raise ValueError if the first forward of a pipeline has written to the batch: the last stage has the old one."""
     for path, x, version in versions:
         if x._version != version:
             raise ValueError(

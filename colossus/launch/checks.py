@@ -99,7 +99,7 @@ def check_model(config: Config) -> ModelInfo | None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
             if (groups := make_groups(config.optimizer, model)) is not None:  # type: ignore[arg-type]
-                rules.extend(groups.met)
+                rules.extend(groups.description)
             tables = survey(model, context)  # type: ignore[arg-type]
             try:
                 require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_custom=False)

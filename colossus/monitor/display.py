@@ -28,12 +28,11 @@ class Display(Hook):
     """The output of a run, from the logging rank.
 
     On a terminal it is a progress bar with the numbers of the last step below it, redrawn in place. Elsewhere it is one
-    line
-    every ``train.log_every`` steps, after the first step and after the last, and one for each evaluation.
+    line every ``train.log_every`` steps, after the first step and after the last, and one for each evaluation.
 
     Speeds are averages since the last line, or over the last steps of the bar, without evaluations. If replicas do not
-    wait
-    for each other, speed and MFU are those of one replica, and the text says so; so it does for a loss of one replica.
+    wait for each other, speed and MFU are those of one replica, and the text says so; so it does for a loss of one
+    replica.
 
     Args:
         folder: the run folder.

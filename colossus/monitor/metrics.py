@@ -31,8 +31,7 @@ class LateResults(Generic[T]):
     """Results of steps with further data, in the order of the steps. A hook that shows every step waits for none.
 
     On the CPU a result has its numbers when its step is over. On an accelerator the numbers are copied while the next
-    step
-    runs, and the result is taken after that one. The user of this class takes the remaining ones at the end.
+    step runs, and the result is taken after that one. The user of this class takes the remaining ones at the end.
     """
 
     def __init__(self) -> None:
@@ -60,8 +59,7 @@ class LateResults(Generic[T]):
 
         Args:
             write: called with each result, whose numbers have arrived, and its data. What it raises is raised here; the
-                next
-                call continues after that result.
+                next call continues after that result.
             but: number of last results that are not taken.
             patience: longest wait for the numbers of a result, in seconds; a result without numbers and all after it
                 stay.
@@ -126,33 +124,27 @@ class Metrics(Hook):
     """Writes one row per step, once its numbers have arrived. Numbers are not rounded; a missing one is ``NaN``.
 
     =========================================== =====================================================================
-    step, loss, grad_norm, lr, tokens           of the step; the norm before clipping
-    tokens_per_second, step_seconds             without evaluations
-    memory_bytes, time                          peak memory of this rank so far (`peak_memory`)
+    step, loss, grad_norm, lr, tokens           of the step; the norm before clipping tokens_per_second, step_seconds
+    without evaluations memory_bytes, time                          peak memory of this rank so far (`peak_memory`)
     memory_reserved_bytes, mfu                  on a GPU; mfu if the device's peak and the model's operations are
                                                 known, over all devices (those of a replica, if replicas do not wait)
-    validation_loss, validation_<name>          if an evaluation followed, also of each of ``eval_metrics``
-    replica                                     loss, norm and tokens of the row are of this replica alone
-    consensus_distance                          if replicas were averaged
-    skipped, loss_scale                         steps skipped so far, if steps can be; under fp16
-    experts                                     of each router by name, if there are any: `StepResult.experts`
-    comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
-    checkpoint_stall_seconds                    time that training waited for checkpoints since the row before
+    validation_loss, validation_<name>          if an evaluation followed, also of each of ``eval_metrics`` replica
+    loss, norm and tokens of the row are of this replica alone consensus_distance                          if replicas
+    were averaged skipped, loss_scale                         steps skipped so far, if steps can be; under fp16 experts
+    of each router by name, if there are any: `StepResult.experts` comm                                        with
+    ``comm.accounting``: axis -> calls and bytes that this rank sent checkpoint_stall_seconds                    time
+    that training waited for checkpoints since the row before
     =========================================== =====================================================================
 
     No row waits for an accelerator. The row of a step is written when the next step is over, before the end of an
-    evaluation
-    or a checkpoint, at the end of the run and after an error. Its ``step_seconds`` are the time between two such
-    moments, so
-    they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush`` and a stop write
-    it
-    without, and a later evaluation completes the last row. Before a checkpoint is complete, the rows of its steps are
-    on the
-    disk. A run that resumes after step N keeps the rows up to N and drops later ones, whose steps come again.
+    evaluation or a checkpoint, at the end of the run and after an error. Its ``step_seconds`` are the time between two
+    such moments, so they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush``
+    and a stop write it without, and a later evaluation completes the last row. Before a checkpoint is complete, the
+    rows of its steps are on the disk. A run that resumes after step N keeps the rows up to N and drops later ones,
+    whose steps come again.
 
     `Hook.add_to_row` of all hooks of the run may add to a row, and `Hook.on_row` receives each row that is written, on
-    the
-    thread that trains.
+    the thread that trains.
 
     Args:
         path: the file; rows are appended.

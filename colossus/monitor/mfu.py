@@ -32,8 +32,7 @@ class Utilisation:
         flops_per_token: FLOPs of forward and backward for each token (or other unit that the loss counts); 0 if
             unknown.
         peak: FLOP/s of all devices whose tokens are counted together: of a replica if replicas do not wait for each
-            other,
-            else of the run. None if it is unknown.
+            other, else of the run. None if it is unknown.
     """
 
     flops_per_token: float = 0.0
@@ -63,8 +62,8 @@ def flops_per_token(model: Mapping[str, Any]) -> float | None:
     torch's FlopCounterMode counts them in one sample, on the meta device, of the whole model on one rank: two for each
     multiplication of a matmul, none for lookups, norms and biases. Attention is counted as its two matmuls of [tokens,
     tokens] per head, causal or not. Recomputation (activation checkpointing, flash attention's backward) is not
-    counted. So
-    count PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), whose utilisations are comparable to ours.
+    counted. So count PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), whose utilisations are comparable to
+    ours.
 
     Args:
         model: ``dict(type=.., **options)``.

@@ -18,14 +18,12 @@ class RowFile:
     """A file to which rows are appended.
 
     If the disk does not take a row, a warning is printed once, and training continues. A file that somebody has removed
-    is
-    created again, with a warning.
+    is created again, with a warning.
 
     Args:
         path: path of the file.
         last_step: last step of the checkpoint of a resumed run; later rows are cut off, since their steps come again.
-            None
-            keeps all.
+            None keeps all.
 
     Raises:
         ConfigError: if the file may not be written, for example because it is another user's.
@@ -89,7 +87,7 @@ def _whose(path: Path) -> str:
     """Return the text that a file is another user's; empty if it is not."""
     with suppress(OSError):
         if (owner := path.stat().st_uid) != os.getuid():
-            return f" (it is of user {owner}, this run of user {os.getuid()}); move it away, or give another folder"
+            return f" (it is of user {owner}, this run of user {os.getuid()}); move it away, or use another folder"
     return ""
 
 

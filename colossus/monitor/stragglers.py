@@ -43,12 +43,9 @@ class Stragglers(Hook):
     """Times one step of each row of the log on each rank, and compares them on the logging rank.
 
     Each rank writes its seconds to the store in which the process group was made, and the logging rank reads what is
-    there:
-    no collective, and no rank waits. If all ranks have written, rows of metrics have ``slowest_rank`` and
-    ``slowest_ratio``,
-    its time over the median of the other ranks of its pipeline stage. An accelerator is waited for after the timed
-    step, by
-    events of its stream. Steps of ``train.profile`` are not timed.
+    there: no collective, and no rank waits. If all ranks have written, rows of metrics have ``slowest_rank`` and
+    ``slowest_ratio``, its time over the median of the other ranks of its pipeline stage. An accelerator is waited for
+    after the timed step, by events of its stream. Steps of ``train.profile`` are not timed.
     """
 
     def __init__(self, section: StragglerSection) -> None:
@@ -143,8 +140,8 @@ def compare(seconds: Mapping[int, Sequence[float]], stages: Mapping[int, int]) -
     """Compare each rank with the others of its stage, by medians; empty if there are no others.
 
     Args:
-        seconds: by rank, seconds of its last steps.
-        stages: by rank, its pipeline stage.
+        seconds: seconds of the last steps of each rank.
+        stages: pipeline stage of each rank.
     """
     medians = {rank: median(several) for rank, several in seconds.items() if several}
     compared = []

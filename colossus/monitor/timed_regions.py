@@ -39,8 +39,7 @@ class DeviceClock:
     """Seconds of an accelerator's current stream, by events in it.
 
     It measures when the device reaches a region, not when the host does. A stream that is idle or waits for a
-    collective
-    counts in the region that the host has reached.
+    collective counts in the region that the host has reached.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Optimizers that look at whole parameters, exact where ranks hold these in parts."""
+"""Optimizers that compute with whole parameters, exact although ranks store these in parts."""

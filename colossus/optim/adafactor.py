@@ -18,12 +18,9 @@ class Adafactor(torch.optim.Optimizer):
     """torch.optim.Adafactor of whole parameters under every plan.
 
     Means over rows and over columns are sums over ranks. A step has two all-reduces for all parameters: the first of
-    some
-    rows + columns numbers for each matrix, the second of one number. The factors are whole on every rank; the second
-    moment
-    of a parameter with one dim is split as the parameter is. Query, key, value and the matrices of experts are factored
-    one
-    by one.
+    some rows + columns numbers for each matrix, the second of one number. The factors are whole on every rank; the
+    second moment of a parameter with one dim is split as the parameter is. Query, key, value and the matrices of
+    experts are factored one by one.
 
     Args:
         params: stored parameters, or groups of them.

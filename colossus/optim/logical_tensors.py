@@ -69,11 +69,10 @@ class Holders:
         axes: axes along which these ranks lie; stages of a pipeline store other parameters.
         tables: ids of the stored parameters whose rows stand for tokens or classes: of embeddings and output layers.
         sparse: ids of those with sparse gradients. They have rules of their own (``optimizer.tables``) and are not
-            among
-            the tensors.
+            among the tensors.
 
     Attributes:
-        group: those ranks, in an order that is the same on all.
+        group: group of those ranks, in the same order on all.
     """
 
     def __init__(

@@ -56,12 +56,9 @@ class Muon(torch.optim.Optimizer):
     """Muon of whole matrices under every plan; AdamW for all other parameters.
 
     Momentum is split as the parameters are. The momentum of a matrix, in ``dtype``, is sent to the owner of the matrix,
-    one
-    of the ranks that store parts of it (`choose_owners` by `flops`). The owner makes it orthogonal and sends the parts
-    back.
-    All ranks together send at most (1 + copies) elements for each of the matrix (`Exchange.bytes_sent`). One bucket is
-    sent
-    while another is computed.
+    one of the ranks that store parts of it (`choose_owners` by `flops`). The owner makes it orthogonal and sends the
+    parts back. All ranks together send at most (1 + copies) elements for each of the matrix (`Exchange.bytes_sent`).
+    One bucket is sent while another is computed.
 
     Matrices are the logical parameters of two dims (query, key and value are three) and each expert's, but for those of
     embeddings and output layers. A group of parameters may set ``muon=True`` or ``False``.

@@ -35,8 +35,7 @@ class Exchange:
     """Sends tensors to their owners, and from there to all ranks that store parts of them.
 
     An owner receives each element once, from the ranks that together have a whole copy (`Holders.same_copy`). It sends
-    each
-    rank its own part. A rank sends nothing to itself: `bytes_sent`.
+    each rank its own part. A rank sends nothing to itself: `bytes_sent`.
 
     Args:
         tensors: the tensors.
@@ -148,8 +147,7 @@ def in_buckets(
     """Return exchanges of some tensors each, which run one after the other, and the numbers of their tensors.
 
     The most expensive tensors are first. Each bucket has work for all owners: each owns at most ``limit`` elements of
-    it, or
-    one tensor.
+    it, or one tensor.
     """
     owners = choose_owners(costs, holders.group.size)
     buckets: list[list[int]] = [[]]

@@ -16,8 +16,7 @@ class _TrustRatio(torch.optim.Optimizer):
     """Steps of logical parameters, each times a ratio of norms. One small all-reduce gives the ratios of all.
 
     State has the shape of the parameters, and is split as they are. A group of parameters may set ``adapt=False``: its
-    ratio
-    is 1 (biases and norms, in some recipes).
+    ratio is 1 (biases and norms, in some recipes).
     """
 
     def __init__(self, params: Iterable[Any], holders: Holders, defaults: dict[str, Any]) -> None:

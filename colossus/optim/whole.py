@@ -18,13 +18,10 @@ class WholeParameters(torch.optim.Optimizer):
     """Runs an optimizer that needs whole parameters (norms of layers, factored moments, Shampoo, SOAP).
 
     The run is the same under every plan, and the optimizer's class knows nothing of plans. Each logical parameter has
-    an
-    owner (query, key, value and the matrices of experts are separate); ranks own about equally many elements. In a step
-    gradients and values are sent to the owners, whose optimizers step, and the values are sent back:
-    `Exchange.bytes_sent`,
-    the first part twice. Only the owner has state, so all ranks together have as much as one process. An owner has
-    values
-    and gradients of its tensors whole.
+    an owner (query, key, value and the matrices of experts are separate); ranks own about equally many elements. In a
+    step gradients and values are sent to the owners, whose optimizers step, and the values are sent back:
+    `Exchange.bytes_sent`, the first part twice. Only the owner has state, so all ranks together have as much as one
+    process. An owner has values and gradients of its tensors whole.
 
     Args:
         params: stored parameters, or groups of them.

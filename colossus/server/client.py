@@ -26,10 +26,8 @@ class Servers:
     """All servers of a run, seen from one worker. Thread-safe.
 
     Tensors are split over the servers by rows (`Sharding`). All workers must create and free the same tensors in the
-    same
-    order; they then agree on the split without a message. An operation on several tensors is one message for each
-    server,
-    and returns a handle. A server executes a worker's operations in the order in which they were started.
+    same order; they then agree on the split without a message. An operation on several tensors is one message for each
+    server, and returns a handle. A server executes a worker's operations in the order in which they were started.
 
     Args:
         clients: a client for each server, in the order of their indices.
@@ -65,8 +63,7 @@ class Servers:
         Args:
             tensors: tensors by name. The values of ``source`` are stored; other workers' may be on the meta device.
             optimizer: optimizer of the rule ``gradient``, dict(type=.., **options) by a name of
-                `colossus.rows.row_rules`; None:
-                these tensors take no gradients.
+                `colossus.rows.row_rules`; None: these tensors take no gradients.
             optimizers: optimizers by name of the tensor, where they differ.
             source: the worker whose values are stored; None: the first.
             workers: all workers that call it; None: those in synchronous steps.
@@ -119,16 +116,14 @@ class Servers:
 
         Args:
             values: by name a tensor of the whole shape (rows, if it is sparse), rows (`RowGradient`), or None, which
-                means all
-                rows for ``zero`` and no change for ``gradient``. ValueError if one does not fit its tensor.
+                means all rows for ``zero`` and no change for ``gradient``. ValueError if one does not fit its tensor.
             rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
             options: options of the optimizer for this update, and ``scale`` and ``clip_value``: see `Shard.push`.
             options_of: options by name, where they differ.
 
         Returns:
             Staleness by name: the number of updates, this one included, since this worker pulled the tensor, the
-                largest over
-            its shards. None if it never pulled it, and for ``zero`` and ``copy``.
+            largest over its shards. None if it never pulled it, and for ``zero`` and ``copy``.
         """
         pieces_by_server, counts = self.sharding.split(values), rule in ("add", "gradient")
         calls = []

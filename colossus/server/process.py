@@ -1,8 +1,7 @@
 """Servers as processes: how they are started, watched and ended, and how workers find them. No torch.
 
 A server is a new Python process (`colossus.server.rpc_server`), never a fork. It ends when its parent ends, for
-whatever
-reason. The launcher sets two environment variables, from which workers learn the servers.
+whatever reason. The launcher sets two environment variables, from which workers learn the servers.
 """
 
 from __future__ import annotations

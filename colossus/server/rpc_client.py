@@ -106,16 +106,14 @@ class RpcClient:
         """Start a call. Waits while too many bytes are under way.
 
         The result is `ServerGone` if the server has ended or is silent, `Refused` if its handler has refused the
-        request. A
-        living server may delay an answer without limit, for example by a bound on staleness.
+        request. A living server may delay an answer without limit, for example by a bound on staleness.
 
         Args:
             op: name of the operation.
             header: JSON data.
             arrays: tensors on the host; they are copied before this returns.
             into: tensors that receive the arrays of the reply, of the same number, shapes and dtypes. A thread of the
-                client
-                writes to them until the call is done. None: new tensors.
+                client writes to them until the call is done. None: new tensors.
 
         Raises:
             ServerGone: if it is gone already.

@@ -1,9 +1,8 @@
 """The server: requests of workers, handled one after the other; and its process.
 
 `ServerProcess` starts the process with a file descriptor as argument. The process reads its settings from the first
-line
-of its input, so that the token is in no list of processes. It writes its endpoint to the descriptor. It ends when its
-input says so or is closed, or when its parent is gone.
+line of its input, so that the token is in no list of processes. It writes its endpoint to the descriptor. It ends when
+its input says so or is closed, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -44,18 +43,15 @@ class RpcServer:
     """Calls ``handle`` with the requests of workers.
 
     One thread of the server calls ``handle`` and ``on_gone``, one after the other. The requests of a worker come in the
-    order
-    of its calls, each once. An exception in one of the two ends the server, and all workers receive it. An error of a
-    single
-    request is reported by `Request.fail`.
+    order of its calls, each once. An exception in one of the two ends the server, and all workers receive it. An error
+    of a single request is reported by `Request.fail`.
 
     Args:
         handle: receives each request once, and answers it at once or later.
         token: key that only the processes of the run know.
         index: index of this server, from 0.
         host: address to listen at for other hosts; None: that of the interface in GLOO_SOCKET_IFNAME, else that from
-            which
-            MASTER_ADDR is reached, else the loopback.
+            which MASTER_ADDR is reached, else the loopback.
         on_gone: ``on_gone(worker, reason)``: a worker's client was closed (reason None), or the worker has died or is
             silent. Its unanswered requests may still be answered.
         timeout_seconds: silence after which a worker counts as gone.

@@ -26,7 +26,7 @@ class ShardSpec:
     Attributes:
         name, shape, dtype: those of the whole tensor.
         start, stop: rows of the tensor in this shard.
-        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.row_rules`, **options).
+        optimizer: optimizer of the rule ``gradient``, dict(type=.., **options) by a name of `colossus.rows.row_rules`.
     """
 
     name: str
@@ -69,8 +69,7 @@ class Shard:
             rule: ``zero``, ``copy``, ``add``, or ``gradient``.
             part: rows by their number within the shard; None: all rows for ``zero``, no change for ``gradient``.
             options: options of the optimizer, which override those of its creation; ``scale``: a factor of the
-                gradient;
-                ``clip_value``: the largest absolute value of an element of it, after that.
+                gradient; ``clip_value``: the largest absolute value of an element of it, after that.
         """
         values = self.values
         if rule == "gradient":

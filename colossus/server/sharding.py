@@ -100,10 +100,8 @@ class Sharding:
     """Tensors split over servers, balanced by bytes.
 
     Of the tensors of one `place`, large ones are split over all servers. Small ones stay whole: the largest first, each
-    goes
-    to the server with the fewest bytes. Tensors of earlier calls stay where they are, and count. The bytes of two
-    servers
-    differ by at most the largest piece that is not split: a row of a large tensor, or a small tensor.
+    goes to the server with the fewest bytes. Tensors of earlier calls stay where they are, and count. The bytes of two
+    servers differ by at most the largest piece that is not split: a row of a large tensor, or a small tensor.
 
     Args:
         num_servers: number of servers.
@@ -112,8 +110,7 @@ class Sharding:
         loads: bytes on each server.
         specs: tensors by name.
         ranges: ranges by name, in the order of rows, one for each server that has rows. Only a tensor without elements
-            has
-            an empty range.
+            has an empty range.
     """
 
     def __init__(self, num_servers: int) -> None:
@@ -229,7 +226,7 @@ class Sharding:
         """Return the pieces of requests for rows by server, and by name the tensors that receive them, [n, ...].
 
         Args:
-            ids: by name, ids of rows, int64 [n], ascending and unique.
+            ids: ids of rows by name, int64 [n], ascending and unique.
         """
         by_server: dict[int, Pieces] = {}
         rows: dict[str, Tensor] = {}

@@ -38,14 +38,11 @@ class ShardStore:
     """The handler of one `RpcServer`: shards of tensors by name.
 
     A server handles one request after the other, so each is atomic: a pull sees a shard before or after an update.
-    Clients
-    check that values fit.
+    Clients check that values fit.
 
     In headers, ``names`` are the tensors of a request, and other lists are in their order. ``kinds`` defines the arrays
-    of
-    each tensor: "dense": one array of the shard's shape; "rows": two, ids int64 [n] within the shard, ascending and
-    unique,
-    and rows [n, ...]; "none": no array.
+    of each tensor: "dense": one array of the shard's shape; "rows": two, ids int64 [n] within the shard, ascending and
+    unique, and rows [n, ...]; "none": no array.
     """
 
     def __init__(self) -> None:
@@ -195,8 +192,7 @@ class ShardStore:
         """Answer when the worker may begin its next step: no other living worker is further behind than allowed.
 
         Stale synchronous parallelism (SSP; Ho et al., NIPS 2013). Header: step, the number of finished steps;
-        max_staleness;
-        workers.
+        max_staleness; workers.
         """
         least = request.header["step"] - request.header["max_staleness"]
         for worker in request.header["workers"]:

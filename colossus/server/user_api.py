@@ -89,8 +89,7 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
     """Create a tensor at the servers, split over all of them by rows. Collective: all ranks call it, in the same order.
 
     Under `colossus launch` with servers it uses those. Elsewhere each rank, also a lone process, has a server as a
-    thread
-    until `close` or the end of the process.
+    thread until `close` or the end of the process.
 
     Args:
         tensor: a tensor of any dtype, shape and device. The values of rank 0 are stored.

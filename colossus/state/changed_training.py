@@ -46,7 +46,7 @@ class NextRate:
         """
         try:
             rate = float(self._rates.at(step))
-        except Exception:  # a scheduler of torch's that knows its number of steps; a save has no need of it
+        except Exception:  # a scheduler of torch that ends after its number of steps
             rate = None
         return {"peak": self._config.optimizer.lr, "next": rate}
 
@@ -57,7 +57,7 @@ class NextRate:
 
         Args:
             step: completed steps.
-            saved: what `state` returned when the checkpoint was saved.
+            saved: result of `state` when the checkpoint was saved.
             saved_config: config of the saved run, as `as_dict` returns it.
         """
         own = self.state(step)

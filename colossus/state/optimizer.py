@@ -28,7 +28,7 @@ log = logging.getLogger("colossus.engine")
 ParameterState = Mapping[nn.Parameter, Mapping[str, Any]]
 #: options of a parameter group, without the parameters
 GroupOptions = dict[str, Any]
-#: what `optimizer_values` returns
+#: result of `optimizer_values`
 SavedOptimizer = Mapping[str, Any]
 
 
@@ -122,8 +122,7 @@ def options_to_go_on(
     """Return the options with which a resumed run continues.
 
     An option that the config has changed since (another lr, another weight decay) has its new value, and one warning
-    lists
-    the changes. Every other option has the value in the checkpoint, which a hook may have changed.
+    lists the changes. Every other option has the value in the checkpoint, which a hook may have changed.
 
     Args:
         made: the options of this run's optimizer when it was made.
@@ -151,8 +150,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: ParameterState, o
     """Set the state of an optimizer's parameters and the options of its groups, in place.
 
     Others that share the state see the change. Tensors keep the dtypes that were saved; torch's ``load_state_dict``
-    would
-    cast them.
+    would cast them.
     """
     optimizer.state.clear()
     for group, options_of_group in zip(optimizer.param_groups, options, strict=True):
@@ -218,8 +216,7 @@ def read_state(
     """Return the state of this rank's parameters, saved by `state_boxes` under any plan.
 
     An entry that had the dtype of its parameter gets the parameter's dtype of today; any other keeps its own. An entry
-    that
-    the checkpoint does not have is absent, as before the parameter's first update.
+    that the checkpoint does not have is absent, as before the parameter's first update.
 
     Args:
         section: section of the checkpoint.

@@ -132,13 +132,12 @@ def buffer_boxes(
     """Yield the buffers that this rank writes.
 
     The first rank that has a buffer writes it, or its mean over replicas. A rank whose buffer differs (BatchNorm's
-    statistics
-    of its own samples) writes its own beside it.
+    statistics of its own samples) writes its own beside it.
 
     Args:
         buffers: the rank's buffers by name.
         rank: this rank.
-        checksums: of each rank, the checksum of each buffer.
+        checksums: checksums by name of the buffer, for each rank.
         means: means over replicas, by id of the buffer.
     """
     for name, entry in buffers.items():
@@ -199,7 +198,7 @@ def load_matched(
 
     Args:
         reader: reader of the checkpoint.
-        match: which saved tensor goes to which name.
+        match: the match of saved tensors to names.
         model: the rank's part of the model.
         boxes: the rank's boxes of parameters.
         rank: the rank whose own buffers are read, under the plan of the checkpoint; None under another plan.

@@ -123,4 +123,4 @@ def test_a_worker_that_cannot_begin_ends_the_run(method: str, tmp_path: Path) ->
     code, said = launch(tmp_path, method, raises=True, new_python=True)
     assert code != 0
     assert "RuntimeError: it cannot begin" in said
-    assert "exited unexpectedly, before it gave a batch: what it has printed says why" in said
+    assert "exited unexpectedly, before it returned a batch: its output says why" in said

@@ -152,9 +152,9 @@ def test_token_file_errors(tmp_path: Path) -> None:
         ("empty", None, "is empty"),
         ("odd", None, r"7 bytes, which is not a multiple of 2 \(one uint16 token\)"),
         ("short", None, r"has 4 tokens.*= 5"),
-        ("short", "float32", r"holds float32; tokens are integers in one dimension"),
+        ("short", "float32", r"has float32; tokens are integers in one dimension"),
         ("short", "nonsense", "data.dtype = 'nonsense' is no type"),
-        ("b.npy", None, r"holds uint16 \[3, 4\]"),
+        ("b.npy", None, r"has uint16 \[3, 4\]"),
     ):
         with pytest.raises(ValueError, match=words):
             TokenFile(tmp_path / name, 4, dtype=dtype)

@@ -245,7 +245,7 @@ def test_a_user_function_gets_what_it_names() -> None:
         ([], {}, "list has no samples"),
         ({"type": lambda: 5}, {}, "int is neither a dataset"),
         ({"type": Numbers, "per_rank": True}, {}, "data.per_rank is for a DataLoader"),
-        ({"type": Stream, "num_workers": 1}, {}, "Stream is an IterableDataset, of which each worker would read the"),
+        ({"type": Stream, "num_workers": 1}, {}, "Stream is an IterableDataset, and each worker would read"),
         ({"type": Numbers, "validation": iter([])}, {}, r"data\.validation: list_iterator is an iterator"),
         ({"type": Batches, "num_workers": 2}, {}, "data.num_workers are for a dataset"),
         ({"type": Batches(), "size": 4}, {}, "Batches is made already and takes no option size"),

@@ -149,7 +149,7 @@ def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any]) -> None:
 
 def test_one_object_with_one_place_is_not_for_training_and_validation() -> None:
     data = Place()
-    with pytest.raises(ValueError, match="and the training data are one Place, which keeps one place"):
+    with pytest.raises(ValueError, match="and the training data are one Place, whose state_dict has a single"):
         loaders({"type": data, "validation": data})
 
 

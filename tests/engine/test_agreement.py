@@ -81,7 +81,7 @@ def _step(rank: int, parallel: dict[str, Any], factory: Any, seeds: list[int], g
 def test_ranks_that_share_a_batch_must_get_the_same(parallel: dict[str, Any], factory: Any, seeds: list[int]) -> None:
     """A `DistributedSampler` over the world trains on in silence otherwise: loss and norm agree on all ranks."""
     (error,) = set(run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False))
-    assert "ranks that share a batch were given different ones: under this plan every" in error
+    assert "ranks that share a batch have different ones: under this plan every" in error
     assert "engine.context.index('data')" in error
 
 

@@ -107,7 +107,7 @@ def distributed(rank: int) -> Any:
 
 
 whole = range(SAMPLES)
-SHARED_OUT, OTHER_ORDER, WARNED = "is shared out among ranks already", "has other samples by the same numbers", "warned"
+SHARED_OUT, OTHER_ORDER, WARNED = "is divided among ranks already", "has other samples by the same numbers", "warned"
 
 #: what a data rank reads, and what is told
 Cases = dict[str, tuple[Callable[[int], Any], str]]
@@ -119,7 +119,7 @@ CASES: Cases = {
     "order": (lambda rank: Mapped(order_of(rank)), OTHER_ORDER),
     "augmented in another order": (lambda rank: Mapped(order_of(rank), noisy, rank), OTHER_ORDER),
     "validation": (lambda rank: dict(type=Vectors, validation=Streamed(split(rank))), SHARED_OUT),
-    "per_rank, the same": (lambda rank: of_rank(Streamed(whole)), "gives the same samples on data ranks 0, 1"),
+    "per_rank, the same": (lambda rank: of_rank(Streamed(whole)), "yields the same samples on data ranks 0, 1"),
     "augmented": (lambda rank: Mapped(whole, noisy, rank), ""),
     "augmented stream": (lambda rank: Streamed(whole, noisy, rank), ""),
     "without labels": (lambda rank: Mapped(whole, alone, rank), WARNED),
@@ -188,7 +188,7 @@ def require(cases: Cases, strategy: str, folder: Path) -> None:
         assert len(errors) == 1, (name, errors)
         if wanted == WARNED:
             assert errors == {""}, (name, errors)
-            assert "This is a warning only" in logged[0][0], name
+            assert "This is only a warning" in logged[0][0], name
             assert logged[1] == [], name
         else:
             assert logged == [[], []], (name, logged)
@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_with_batches_of_its_own_is_told(world: int, tmp_path
     parallel = dict(data=world)
     path = saved(tmp_path, world=world, parallel=parallel)
     for look, words in (
-        (own_loop, "behind step 2, but the batch of step 3 is not from engine.loader"),
+        (own_loop, "after step 2, but the batch of step 3 is not from engine.loader"),
         (own_loader, ""),
     ):
         ranks = load(path, settings(tmp_path / "other", parallel), look, world=world)

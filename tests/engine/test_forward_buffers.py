@@ -166,7 +166,7 @@ def test_buffers_are_those_of_one_process(plan: str, tmp_path: Path) -> None:
         told = [line for line in said if "a forward changes buffers" in line]
         if rank == 0:
             assert "(blocks.0.mean, blocks.0.square, blocks.0.hidden" in told[0]
-            assert "averaged over them, as train.buffers = 'average' says" in told[0]
+            assert "averaged over them (train.buffers = 'average')" in told[0]
     assert any("blocks.2.codes" in line for *_, said in ranks for line in said)
 
 

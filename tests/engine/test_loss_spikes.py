@@ -263,7 +263,7 @@ def test_what_is_left_is_not_thrown_away(tmp_path: Path) -> None:
         return str(error.value)
 
     told = alone(body)
-    assert "to go back behind step 6, and has only later checkpoints: step-00000008" in told
+    assert "must go back to step 6 or before, but has only later checkpoints: step-00000008" in told
     assert "checkpoint.keep_last (now 3)" in told
 
 
@@ -296,4 +296,4 @@ def test_a_loader_of_ones_own_is_refused(tmp_path: Path) -> None:
             engine.checkpoints.resume()
         return str(error.value)
 
-    assert "no batches can be left out of a Own that was put in the place of" in alone(body)
+    assert "no batches can be left out of a Own that replaces" in alone(body)

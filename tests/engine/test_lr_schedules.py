@@ -165,9 +165,9 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
         (dict(type="wsd", decay=45, warmup_steps=7), "warmup_steps = 7 and decay = 45 steps are more than"),
         (dict(type="multistep"), "lr_schedule.milestones: is missing"),
         (dict(type="multistep", milestones=[]), "lr_schedule.milestones: must not be empty"),
-        (dict(type="one_cycle", warmup_steps=7), "leave warmup_steps and min_ratio out"),
+        (dict(type="one_cycle", warmup_steps=7), "remove warmup_steps and min_ratio"),
         (dict(type="StepLR"), "use torch's by its path, torch.optim.lr_scheduler:StepLR"),
-        (dict(type="inverse_sqrt"), "give warmup_steps, or timescale"),
+        (dict(type="inverse_sqrt"), "set warmup_steps, or timescale"),
         (dict(type="cosine_restarts", cycles=2.5), "lr_schedule.cycles: must be a whole number, got 2.5"),
         (
             dict(type=scheduler.ReduceLROnPlateau),
@@ -177,7 +177,7 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
             dict(type=scheduler.StepLR, stepsize=3),
             "StepLR: StepLR.__init__() got an unexpected keyword argument 'stepsize'",
         ),
-        (dict(type=scheduler.StepLR, step_size=3, min_ratio=0.1), "has an end of its own, as eta_min"),
+        (dict(type=scheduler.StepLR, step_size=3, min_ratio=0.1), "has an end of its own, such as eta_min"),
         (dict(type=scheduler.OneCycleLR, max_lr=0.1, total_steps=9), "OneCycleLR: Tried to step 10 times"),
     ],
 )

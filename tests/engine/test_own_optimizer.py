@@ -97,7 +97,7 @@ def of_the_model(named: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda named: None, r"optimizer=: the function returned a NoneType; it must return a torch"),
-    "others": (of_the_model, r"it holds parameters that were not given to it"),
+    "others": (of_the_model, r"it has parameters that it did not get"),
     "an optimizer": (sgd([nn.Parameter(torch.zeros(1))]), r"optimizer= is a SGD; pass a function of the list"),
     "empty": (lambda named: sgd([]), r"no parameter on any rank"),
 }  # fmt: skip

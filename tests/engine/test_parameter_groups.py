@@ -78,10 +78,10 @@ def test_layers_have_the_learning_rates_of_beit() -> None:
     for name, _ in model.named_parameters():
         scale = groups.options[groups.group_of[name]]["lr_scale"]
         assert scale == pytest.approx(beit_scale(name, 0.6) * (3.0 if name.endswith(".bias") else 1.0)), name
-    lines = [line.split() for line in groups.met]
+    lines = [line.split() for line in groups.description]
     assert lines[0][0] == "*.bias"
     assert lines[1][:2] == ["before", "blocks.0"]
-    assert lines[-1][:2] == ["behind", "blocks.2"]
+    assert lines[-1][:2] == ["after", "blocks.2"]
     held = {name: param.numel() for name, param in model.named_parameters() if name.startswith("blocks.1.")}
     assert f"blocks.1 {len(held)} parameters {sum(held.values())} elements lr_scale = 0.36" in [
         " ".join(line) for line in lines
@@ -91,12 +91,12 @@ def test_layers_have_the_learning_rates_of_beit() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such name": (
         dict(groups=[dict(match=["*.bias", "embeding*"], lr_scale=0.1)]),
-        "optimizer.groups.0.match: 'embeding*' meets no parameter; names are like embedding.weight",
+        "optimizer.groups.0.match: 'embeding*' matches no parameter; names are like embedding.weight",
     ),
     "rows of one parameter": (
         dict(groups=[dict(match="*query*", lr_scale=0.1)]),
-        "meets blocks.0.attention.qkv.query.weight, but not blocks.0.attention.qkv.key.weight, blocks.0.attention.qkv."
-        "value.weight: these are rows of one parameter",
+        "matches blocks.0.attention.qkv.query.weight, but not blocks.0.attention.qkv.key.weight, "
+        "blocks.0.attention.qkv.value.weight: these are rows of one parameter",
     ),
     "no such option": (
         dict(groups=[dict(match="*", weight_decya=0.1)]),
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a type": (dict(type="Adafactor", eps=1e-8), "optimizer.eps: must be a tuple or a list, got 1e-08"),
     "a choice": (dict(type="Muon", dtype="fp8"), "optimizer.dtype: must be 'bf16', 'fp32' or 'fp64', got 'fp8'"),
-    "whole twice": (dict(type="Muon", whole=True), "optimizer.whole: Muon looks at whole parameters by itself"),
+    "whole twice": (dict(type="Muon", whole=True), "optimizer.whole: Muon computes with whole parameters by itself"),
     "all frozen": (dict(groups=[dict(match="*", frozen=True)]), "are frozen, so nothing would be trained"),
     "a class of torch": (dict(type="torch.optim:LBFGS"), "optimizer.type: LBFGS: it evaluates the loss several times"),
     "a path": (dict(type="torch.optim:AdamV"), "optimizer.type: 'torch.optim:AdamV': torch.optim has no 'AdamV'; did"),

@@ -97,9 +97,9 @@ TABLE: dict[str, Bad] = {
     # files of tokens
     "empty file": bad("is empty (0 bytes)", text=tokens("empty.bin")),
     "odd bytes": bad("has 33 bytes, which is not a multiple of 2", text=tokens("odd.bin")),
-    "dtype": bad("holds float32; tokens are integers in one dimension", text=tokens("ids.bin", dtype="float32")),
+    "dtype": bad("has float32; tokens are integers in one dimension", text=tokens("ids.bin", dtype="float32")),
     "no dtype": bad("data.dtype = 'int99' is no type", text=tokens("ids.bin", dtype="int99")),
-    "table of tokens": bad("holds int64 [20, 20]; tokens are integers in one dimension", text=tokens("table.npy")),
+    "table of tokens": bad("has int64 [20, 20]; tokens are integers in one dimension", text=tokens("table.npy")),
     "no npy": bad("cannot be read as .npy", text=tokens("broken.npy")),
     "too short": bad(
         "has 19 tokens, but one sample needs seq_len + 1 = 65", text=tokens("short.bin"), overrides="model.seq_len=64"
@@ -110,14 +110,14 @@ TABLE: dict[str, Bad] = {
         "model.vocab_size = 100", "set model.vocab_size to 256", overrides="model.vocab_size=100"
     ),
     "vocabulary of a file": bad(
-        "holds the token id 300, but the vocabulary has 256",
+        "has the token id 300, but the vocabulary has 256",
         "set model.vocab_size to 301",
         text=tokens("ids.bin", validation_fraction=0),
     ),
     "vocabulary of held-out tokens": bad(
-        "(validation) holds the token id 300", text=tokens("ids.bin", validation_fraction=0.1)
+        "(validation) has the token id 300", text=tokens("ids.bin", validation_fraction=0.1)
     ),
-    "negative ids": bad("holds the token id -3; ids must not be negative", text=tokens("negative.npy")),
+    "negative ids": bad("has the token id -3; ids must not be negative", text=tokens("negative.npy")),
     "stated vocabulary": bad(
         "token ids up to 299 (a vocabulary of 300), but model.vocab_size = 256", text=samples("vocab=300")
     ),
@@ -148,7 +148,7 @@ TABLE: dict[str, Bad] = {
     # how data is read
     "workers": bad("data.num_workers: must be at least 0, got -1", overrides="data.num_workers=-1"),
     "workers of a stream": bad(
-        "_Stream is an IterableDataset, of which each worker would read the whole",
+        "_Stream is an IterableDataset, and each worker would read all of it",
         text="data = dict(type=_Stream, num_workers=2)",
     ),
     "collate_fn": bad("data.collate_fn: input should be callable, got 3", text=samples("collate_fn=3")),

@@ -163,7 +163,7 @@ def test_a_run_on_a_disk_that_is_full(tmp_path: Path) -> None:
 
 def test_workers_that_have_no_shared_memory_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     options: Any = loaders({"type": Numbers(), "num_workers": 1}).train.source._options
-    words = r"data.num_workers = 1: workers give batches through /dev/shm, which is too small: .* --shm-size=8g"
+    words = r"data.num_workers = 1: workers send batches through /dev/shm, which is too small: .* --shm-size=8g"
     for error in (
         NO_ROOM,
         RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
@@ -191,7 +191,7 @@ def test_a_run_with_little_shared_memory(size: str, tmp_path: Path) -> None:
         tmp_path=tmp_path, namespaces="-m",
     )  # fmt: skip
     assert code == 1
-    assert "data.num_workers = 1: workers give batches through /dev/shm, which is too small" in said
+    assert "data.num_workers = 1: workers send batches through /dev/shm, which is too small" in said
 
 
 # -- the loopback ---------------------------------------------------------------------------------------------

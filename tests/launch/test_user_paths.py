@@ -19,7 +19,7 @@ from colossus.cli.parser import path_argument
 from colossus.config import ConfigError
 from colossus.config.user_path import user_path
 from colossus.data.text import TextFolder
-from colossus.data.tokenizer import dataset_tokenizer, kept_ids
+from colossus.data.tokenizer import cached_ids, dataset_tokenizer
 from colossus.hardware.measured import MeasuredFileError, load_measured
 from colossus.monitor.row_file import RowFile
 
@@ -103,7 +103,7 @@ def test_a_user_without_a_home(tmp_path: Path, capsys: Captured) -> None:
     assert main(["launch", "c.py", "--run-dir=~/x"]) == 2
     assert "argument --run-dir: ~/x: ~ is not known: HOME is not set" in capsys.readouterr().err
     ids = np.arange(3, dtype=np.uint16)
-    assert kept_ids("key", lambda: ids) is ids  # nothing is kept, and nothing is written here
+    assert cached_ids("key", lambda: ids) is ids  # nothing is kept, and nothing is written here
     assert not list(tmp_path.iterdir())
     assert user_path(tmp_path) == tmp_path
 

@@ -235,8 +235,8 @@ def test_no_update_waits_for_a_device() -> None:
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (dict(type="EMA"), "hooks.0: .*needs decay .* or half_life .*given neither"),
-        (dict(type="EMA", decay=0.9, half_life=3), "given both"),
+        (dict(type="EMA"), "hooks.0: .*needs decay .* or half_life .*got neither"),
+        (dict(type="EMA", decay=0.9, half_life=3), "got both"),
         (dict(type="EMA", decay=1.5), r"hooks\.0\.decay: .*less than 1"),
         (dict(type="EMA", decay=0.9, evrey=2), r"hooks\.0\.evrey: .*every"),
         ("SWA", r"hooks\.0\.start"),

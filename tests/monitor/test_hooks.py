@@ -40,7 +40,7 @@ class Evaluated(FakeEngine):
 
 
 def resumed(engine: Any, step: int, *, is_own: bool = True) -> Any:
-    engine.completed_steps, engine.checkpoints.goes_on = step, is_own
+    engine.completed_steps, engine.checkpoints.is_same_run = step, is_own
     engine.checkpoints.resumed_from = Path("runs/first/checkpoints/step-00000003")
     return engine
 

@@ -40,7 +40,7 @@ def run_twice(folder: Path, make: Any) -> tuple[Any, Any]:
         engine.completed_steps, engine.run.folder = begin, folder
         if begin:
             hook.load_state_dict(hooks[0].state_dict() or {"run_id": None})
-            engine.checkpoints.resumed_from, engine.checkpoints.goes_on = folder / "step-00000003", True
+            engine.checkpoints.resumed_from, engine.checkpoints.is_same_run = folder / "step-00000003", True
         engine.checkpoints.on_save_after = {3}
         fit(engine, [Metrics(folder / "metrics.jsonl"), hook, Counts()])
         hooks.append(hook)

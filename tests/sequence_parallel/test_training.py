@@ -213,7 +213,7 @@ def _build(rank: int, what: str) -> None:
             r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch",
         ),
         ("dropout", r"attention weights cannot have dropout under parallel.sequence"),
-        ("flat", "no tensor has two dims"),
+        ("flat", "no tensor of it has two dims"),
         ("odd", "7 tokens"),
     ],
 )

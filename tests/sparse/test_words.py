@@ -163,7 +163,7 @@ def test_pairs_of_the_data_are_those_of_the_model() -> None:
         train = dict(steps=1, global_batch_size=2)
         return Config(model=dict(type="WordsLM", **SIZES), data=data, optimizer=dict(type="SGD", lr=1.0), train=train)
 
-    with pytest.raises(ConfigError, match=r"data\.pairs = 5000, but model\.pairs = 29: leave data\.pairs out"):
+    with pytest.raises(ConfigError, match=r"data\.pairs = 5000, but model\.pairs = 29: remove data\.pairs"):
         check_data(given(pairs=5000))
     config = given(pairs=29)
     check_data(config)

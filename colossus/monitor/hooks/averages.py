@@ -94,9 +94,8 @@ class WeightAverage(Hook):
         """Replace the parameters by the average inside of a block, and restore them after it, bit for bit.
 
         It is for evaluations, `full_state_dict` and `colossus.hf.save`; nothing can be trained, saved or loaded inside.
-        All
-        ranks call it. Values are exchanged in place: the extra memory is one parameter, or all parameters in bf16 or
-        fp16.
+        All ranks call it. Values are exchanged in place: the extra memory is one parameter, or all parameters in bf16
+        or fp16.
 
         Raises:
             ValueError: if there is no average yet.

@@ -21,12 +21,9 @@ class BestCheckpoint(MetricHook):
     """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
 
     The file ``checkpoints/best`` names them, the best first. It may be used wherever a checkpoint is: `colossus
-    evaluate
-    RUN/checkpoints/best`. The checkpoints that it names stay, whatever ``checkpoint.keep_last`` is. One that it names
-    no
-    longer is removed, unless its step is a multiple of ``checkpoint.every`` or ``keep_every``. A resumed run continues
-    with
-    those of its checkpoint.
+    evaluate RUN/checkpoints/best`. The checkpoints that it names stay, whatever ``checkpoint.keep_last`` is. One that
+    it names no longer is removed, unless its step is a multiple of ``checkpoint.every`` or ``keep_every``. A resumed
+    run continues with those of its checkpoint.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -39,7 +36,7 @@ class BestCheckpoint(MetricHook):
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
         _ = engine.checkpoints.root  # raises now, and not at the first save, if there is none
-        if engine.checkpoints.resumed_from is not None and not engine.checkpoints.goes_on:
+        if engine.checkpoints.resumed_from is not None and not engine.checkpoints.is_same_run:
             self._best = []  # they are checkpoints of another run, from which this one began
         if self._best:
             self._name(engine)
@@ -54,7 +51,7 @@ class BestCheckpoint(MetricHook):
         self._best = best[: self.options.keep]
         self._dropped += [step for _, step in best[self.options.keep :]]
         self._name(engine)
-        engine.checkpoints.is_wanted = True  # the save waits until later hooks have received the evaluation
+        engine.checkpoints.save_requested = True  # the save waits until later hooks have received the evaluation
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if saved.step not in [step for _, step in self._best]:

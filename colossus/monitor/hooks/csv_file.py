@@ -18,8 +18,7 @@ class CSV(Tracker):
     """A line for each row, a column for each number: ``step``, ``loss``, ``comm.data.bytes``. Lists are left out.
 
     If a row has a new number, the file is written again with one more column, and replaces the old one. A resumed run
-    keeps
-    the lines up to its step. A later row of the step of the last line is merged into it.
+    keeps the lines up to its step. A later row of the step of the last line is merged into it.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -15,8 +15,7 @@ class EarlyStop(MetricHook):
     """Requests a stop once ``patience`` evaluations in a row were no better than the best before them.
 
     All ranks see the same numbers, and stop after the next step (`Engine.request_stop`). A resumed run continues the
-    count.
-    A run that had stopped makes one step, and stops again unless it has more patience now.
+    count. A run that had stopped makes one step, and stops again unless it has more patience now.
     """
 
     def __init__(self, **options: Any) -> None:

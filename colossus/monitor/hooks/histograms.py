@@ -31,11 +31,9 @@ class Histograms(Hook, StepObserver):
     """Counts the elements of each parameter and its gradient, in bins, every ``every`` steps before the update.
 
     The gradient is divided and clipped. There are ``bins`` bins of equal width between the smallest and the largest
-    element.
-    Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process. One small all-reduce
-    computes the ranges of all parameters, another one sums their counts. If replicas have parameters of their own,
-    those of
-    the first are counted. Numbers that are not finite are left out.
+    element. Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process. One small
+    all-reduce computes the ranges of all parameters, another one sums their counts. If replicas have parameters of
+    their own, those of the first are counted. Numbers that are not finite are left out.
 
     Each line of ``histograms.jsonl`` in the run folder is a `Histogram`. The hooks TensorBoard and WandB receive them,
     too.

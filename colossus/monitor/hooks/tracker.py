@@ -30,8 +30,7 @@ class TrackedRun:
         name: name of the run folder, else that of the config.
         step: optimizer steps done.
         is_resumed: whether it resumes from a checkpoint, or was restarted without one. Later steps that were passed on
-            come
-            again then.
+            come again then.
     """
 
     config: Config
@@ -64,10 +63,8 @@ class Tracker(Hook):
     """Passes on each row that `Metrics` has written, from the logging rank, on a thread of its own.
 
     Only a checkpoint waits for it, for some seconds, and the end of the run, for a minute. An error is printed once as
-    a
-    warning, and training continues. Subclasses override `start`, `write`, .., which run on that thread, one after the
-    other.
-    If `start` fails, none of the others is called.
+    a warning, and training continues. Subclasses override `start`, `write`, .., which run on that thread, one after the
+    other. If `start` fails, none of the others is called.
 
     Attributes:
         run_id: id of this run in the other program; a resumed run continues with it.
@@ -107,7 +104,7 @@ class Tracker(Hook):
             )
         is_resumed = checkpoints.resumed_from is not None
         again = is_resumed or checkpoints.is_restart
-        if is_resumed and not checkpoints.goes_on:
+        if is_resumed and not checkpoints.is_same_run:
             self.run_id = None  # it is the id of another run, from which this one began
         if not engine.context.is_logging_rank:
             return

@@ -31,7 +31,7 @@ class FakeCheckpoints:
         self.on_resume: Callable[[list[Hook]], None] = lambda hooks: None
         self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
-        self.goes_on = self.is_restart = self.is_wanted = False
+        self.is_same_run = self.is_restart = self.save_requested = False
         self.resumed_plan = ""
         self.weights_match = None
         self.stall_seconds = 0.0
