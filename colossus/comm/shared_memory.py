@@ -128,7 +128,7 @@ def map_segments(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="colossus-", ignore_cleanup_errors=True))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = f"{folder}/{group.index}"
-        with suppress(OSError):  # the path is too long, say: then nobody can connect
+        with suppress(OSError):  # the path may be too long, and then no rank can connect
             listener.bind(path)
             listener.listen(_BACKLOG)
         offers = all_gather_object((path, own_memory), group)

@@ -95,7 +95,7 @@ class AllReduce(Strategy):
         """Return the ranks over these axes that are summed over exactly, and those between which values are compressed.
 
         Args:
-            axes: axes, of which data is one.
+            axes: axes that include data.
         """
         return self.parts.context.group(tuple(axis for axis in axes if axis != "data")), self._data_group
 

@@ -129,7 +129,7 @@ class Hosts:
         return len(self.sets[0])
 
     def inside(self, axes: Sequence[str]) -> AxisGroup:
-        """Return the ranks over these axes, of which data is one, whose index along data is on this host."""
+        """Return the ranks over these axes, which include data, whose index along data is on this host."""
         context, grid = self._context, self._context.grid
         on_this_host = self.sets[self._host_of[context.index("data")]]
         ranks = grid.group(context.rank, axes)

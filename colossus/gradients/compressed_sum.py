@@ -179,7 +179,7 @@ class Bf16Sum(CompressedSum):
         share = share.view(num_ranks, size) + errors.view(num_shares, num_ranks, size)[self._host.index]
         sent = share.to(low)
         error = share - sent.to(share.dtype)
-        # a rank that has used a parameter tells all others so
+        # each rank sends its flags of used parameters to all others
         used = flags.clamp(max=1).to(low).expand(num_ranks, num_flags)
         received = yield collectives.all_to_all(torch.cat((sent, used), 1), self._between, 0, 0)
         used = received[:, -num_flags:].to(flags.dtype).sum(0)

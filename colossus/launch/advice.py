@@ -46,7 +46,7 @@ def open_files_advice() -> str:
 
 
 def has_few_open_files() -> bool:
-    """Return whether a usual plan may meet the limit of open files."""
+    """Return whether the limit of open files may be too low for a usual plan."""
     limit = machine.open_files()
     return limit is not None and limit < machine.FEW_OPEN_FILES
 

@@ -19,7 +19,7 @@ KILL_SECONDS = GRACE_SECONDS + 0.5
 """The time from the stop signal, or the last heartbeat, to SIGKILL; workers that can run end themselves before."""
 
 SAY_SECONDS = 3.0
-"""The time after which the user is told what a stop waits for."""
+"""The time after which a line tells the user what a stop waits for."""
 
 AGAIN_SECONDS = 1.0
 """The time after which a Ctrl-C counts as a second one; a terminal sends the first to all processes."""

@@ -116,7 +116,8 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     Raises:
         ConfigError: the folder belongs to another run, cannot be made or cannot be written to.
     """
-    # a folder without a lock must not get one where it is refused; for one with a lock, that of a live run matters more
+    # before the lock, so that a refused folder gets no lock file. A folder that has one may be a live run's, which the
+    # error of `take` says first
     check(folder, is_own=is_own or (folder / LOCK).exists())
     lock = take(folder, None if is_own else "--run-dir")
     try:

@@ -263,8 +263,8 @@ class Executor:
         if torch.is_grad_enabled():
             if not edges and (state.roots.get(key) or self.stages.is_trained(stage)):
                 raise ValueError(
-                    f"stage {stage} returned {spec}, of which nothing requires a gradient: the parameters of "
-                    f"this stage and those before it would never change. Does a block detach its output, or return "
+                    f"stage {stage} returned {spec}, in which nothing requires a gradient: the parameters of this "
+                    f"stage and of those before it would never change. Does a block detach its output, or return "
                     f"integers only?"
                 )
             state.edges[key] = edges

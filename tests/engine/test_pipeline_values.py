@@ -208,7 +208,7 @@ class Odd(nn.Module):
 
 WRONG = {
     "object": r"stage 0 returned object at \['config'\]; a stage must pass a tensor to the next, or a nest",
-    "detached": r"stage 0 returned float64\[2, 5, 10\] \(no gradient\), of which nothing requires a gradient",
+    "detached": r"stage 0 returned float64\[2, 5, 10\] \(no gradient\), in which nothing requires a gradient",
     "changing": r"stage 0 returned \(float64\[2, 5, 10\], tensor 0 again\) for microbatch 2, but float64",
 }
 

@@ -77,7 +77,7 @@ class ServerParameters:
         self._accumulated: Handle[None] = Handle((), lambda replies: None)
         #: metrics since the last report, and the staleness of the stalest tensor of each push
         self._numbers, self._staleness = defaultdict[str, float](float), list[int]()
-        #: the names of tables of which steps pull rows
+        #: the names of tables that steps pull by rows
         self._by_rows: set[str] = set()
         if not options.has_own_optimizer:
             self._pull_by_rows(tables)
@@ -167,7 +167,7 @@ class ServerParameters:
         """Start to pull the values of this rank's shards, into memory of their own.
 
         Args:
-            tables: whether to pull those tables, too, of which steps pull rows.
+            tables: whether to pull the tables, too, that steps pull by rows.
         """
         return self._start_pull([shard for shard in self.shards if tables or shard.name not in self._by_rows])
 
@@ -184,7 +184,7 @@ class ServerParameters:
 
     @torch.no_grad()
     def pull_tables(self) -> None:
-        """Pull those tables whole into the parameters of which steps pull rows."""
+        """Pull the tables that steps pull by rows, whole, into the parameters."""
         shards = [shard for shard in self.shards if shard.name in self._by_rows]
         if shards and self.is_placed:
             for shard, value in self._start_pull(shards).own():
@@ -226,7 +226,7 @@ class ServerParameters:
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
     def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
-        """Start one update by the sums, and the pull of its results, except tables of which steps pull rows.
+        """Start one update by the sums, and the pull of its results, except tables that steps pull by rows.
 
         Args:
             number: the number of the step.

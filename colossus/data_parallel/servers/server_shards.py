@@ -214,7 +214,7 @@ class Pull:
 
 
 class ServerRows(TableSync):
-    """A table at the servers that no other rank of the replica shares, of which a step pulls the rows that it needs.
+    """A table at the servers that no other rank of the replica shares, and that steps pull by rows.
 
     This rank's copy of a row is as old as its last pull, until the whole table is pulled.
 

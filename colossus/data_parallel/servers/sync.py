@@ -93,7 +93,7 @@ class SyncServer(AllReduce):
     # -- besides ------------------------------------------------------------------------------------------
 
     def sync_point(self) -> None:
-        """Pull whole tables, of which steps pull only the rows that they look up."""
+        """Pull the tables whole; steps pull only the rows that they look up."""
         self.at_servers.pull_tables()
 
     @contextmanager
