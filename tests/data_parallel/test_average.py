@@ -141,7 +141,10 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
         lambda rank: colossus.average(_ones(), iterations=2 + (rank == 2)),
         "rank 0 passes iterations 2, but rank 2 iterations 3; pass the same on all ranks",
     ),
-    (lambda rank: colossus.average(_ones(), graph="ring" if rank else "star", iterations=2), "passes the graph "),
+    (
+        lambda rank: colossus.average(_ones(), graph="ring" if rank else "star", iterations=2),
+        "rank 0 passes the graph ",
+    ),
 ]
 
 
