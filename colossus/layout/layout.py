@@ -109,7 +109,7 @@ class Layout:
         return tuple(box)
 
     def owns(self, at: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
+        """Return whether the rank at ``at`` counts its box in a sum over ``axes``: the first rank with that box."""
         return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
 
     def _check(self, shape: Sequence[int]) -> None:

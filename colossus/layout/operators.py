@@ -61,7 +61,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def is_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call computes each element of its output from the same elements of its operands alone.
+    """Return whether a call computes each element of its output from the same elements of its operands alone.
 
     Torch tags the overloads of its operators so. Random ones are not among them: dropout is pointwise by shape, but
     its masks must differ between shards.
@@ -85,13 +85,13 @@ def _verdict(func: Callable[..., Any]) -> bool | str:
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     # of one tensor at least, and not told where to write: such an operand is checked as others are
     overloads = [
-        each
-        for each in overloads
-        if any(str(arg.type) == "Tensor" for arg in each._schema.arguments)
-        and not any(arg.is_out for arg in each._schema.arguments)
+        overload
+        for overload in overloads
+        if any(str(arg.type) == "Tensor" for arg in overload._schema.arguments)
+        and not any(arg.is_out for arg in overload._schema.arguments)
     ]
-    found = {_is_tagged(name, each) for each in overloads}
-    return name if len(found) == 2 else found == {True}
+    tagged = {_is_tagged(name, overload) for overload in overloads}
+    return name if len(tagged) == 2 else tagged == {True}
 
 
 #: torch.compile asks it and traces nothing of it: torch.compiler.assume_constant_result, which would import dynamo
@@ -106,7 +106,7 @@ def _is_tagged(name: str, overload: Any) -> bool:
 
 
 def aten_name(name: str) -> str:
-    """The operator that a function is: ``add`` of ``add_``, ``__radd__`` and ``__iadd__``."""
+    """Return the name of a function's operator: ``add`` of ``add_``, ``__radd__`` and ``__iadd__``."""
     if name.startswith("__"):
         name = name.strip("_")
         if name[:1] in ("r", "i") and hasattr(Tensor, f"__{name[1:]}__"):
@@ -118,7 +118,7 @@ def aten_name(name: str) -> str:
 
 
 def _resolve(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The overload that takes these arguments; None where there is none."""
+    """Return the overload that takes these arguments, or None."""
     try:
         overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
     except RuntimeError:
@@ -157,7 +157,7 @@ _TAKE_SIZES = {"view", "permute", "expand", "repeat", "tile", "flip"}
 
 
 def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call by its operator and the names of its arguments; without names where torch tells none."""
+    """Return the call with its operator and named arguments; they stay unnamed where torch does not name them."""
     own_name = getattr(func, "__name__", "")
     name = aten_name(own_name)
     if isinstance(func, FunctionType) and not own_name.startswith("__"):
@@ -188,16 +188,16 @@ def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def tensors_of(nest: Iterable[Any]) -> list[Tensor]:
-    """Those among the arguments of a call. torch's pytree, in Python, takes ten times as long."""
-    found: list[Tensor] = []
+    """Return the tensors among the arguments of a call. torch's pytree, in Python, takes ten times as long."""
+    tensors: list[Tensor] = []
     for x in nest:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, (tuple, list)):
-            found += tensors_of(x)
+            tensors += tensors_of(x)
         elif isinstance(x, dict):
-            found += tensors_of(x.values())
-    return found
+            tensors += tensors_of(x.values())
+    return tensors
 
 
 # --- what is let through

@@ -28,8 +28,8 @@ Function = Callable[..., Any]
 as_shards = torch._C.DisableTorchFunctionSubclass
 
 
-#: what this rank has of a parameter whose values no function may read: of a whole one whose memory is freed, and of a
-#: table that is for lookups (sparse=True)
+#: the words for what this rank has of a parameter whose values no function may read: one whose memory is freed, and a
+#: table for lookups (sparse=True)
 FREED = "nothing while its block does not run: parallel.zero = 3 has freed it"
 OWNED = "the rows that it owns"
 
@@ -148,7 +148,7 @@ class ParameterPart(Tensor):
 
 
 def _split_dims(x: Any) -> frozenset[int]:
-    """The dims of which a rank has a part, from the right."""
+    """Return the dims of which a rank has a part, from the right."""
     if isinstance(x, ParameterPart):
         return x.split_dims
     return _split_dims_of(spec_of(x).layout)
@@ -156,7 +156,7 @@ def _split_dims(x: Any) -> frozenset[int]:
 
 @lru_cache(maxsize=256)
 def _split_dims_of(layout: Layout) -> frozenset[int]:
-    """Those of a parameter of this layout."""
+    """Return the split dims of a parameter of this layout, from the right."""
     split = {dim - len(layout.dims) for dim, axes in enumerate(layout.dims) if axes}
     return frozenset(split | {-len(layout.dims)} if layout.stored else split)
 
@@ -171,7 +171,7 @@ def _as_part(x: Any, spec: ParameterSpec, split_dims: frozenset[int]) -> Any:
 
 
 def _handed_out(getter: Function, x: Any) -> Any:
-    """The values of a part, or its gradient, as a tensor of its own: the gradient itself stays plain for our code."""
+    """Return the values of a part, or its gradient, as an alias: the gradient itself stays plain for our code."""
     with as_shards():
         out, split_dims = getter(x), _split_dims(x)
         if type(out) is not Tensor or not split_dims or out.is_sparse:  # of some rows of a table
@@ -209,8 +209,8 @@ def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str
             raise located_error(_refusal(parts[0], func)) from error
         # a parameter is used by its layer: what is computed of it by hand would train with its part alone
         by_hand = [part for part in parts if isinstance(part, SplitParameter)] if func != Tensor.clone else []
-        known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known]
+        inputs = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in inputs]
         if by_hand and any(leaf.requires_grad for leaf in new):
             raise located_error(_refusal(by_hand[0], func))
         return _as_part(out, _spec(parts[0]), split)
@@ -227,18 +227,18 @@ def local_shape(parameter: Tensor) -> torch.Size:
 
 
 def mark_split(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, as a `SplitParameter` if its spec says that this rank holds a shard of it."""
+    """Return the parameter itself, made a `SplitParameter` if this rank holds a shard of it."""
     if spec_of(parameter).layout.shard_axes:
         parameter.__class__ = SplitParameter
         guard_hooks(parameter)
     return parameter
 
 
-def hide_values(parameter: nn.Parameter, held: str) -> type[nn.Parameter]:
-    """From now on functions are refused the parameter, of which this rank has ``held``; gives the type that it had."""
+def hide_values(parameter: nn.Parameter, hidden: str) -> type[nn.Parameter]:
+    """Refuse functions the values of a parameter in the words ``hidden``, and return the type that it had."""
     kind = type(parameter)
     parameter.__class__ = SplitParameter
-    parameter.hidden = held  # type: ignore[attr-defined]
+    parameter.hidden = hidden  # type: ignore[attr-defined]
     return kind
 
 
@@ -251,11 +251,11 @@ def show_values(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
     spec, hidden = _spec(parameter), getattr(parameter, "hidden", "")
     with as_shards():
-        held = hidden or f"{' x '.join(map(str, parameter.shape))}, stored as {spec.layout}"
-    remedy = _CALL_THE_BLOCK if spec.layout.stored or held == FREED else _CALL_THE_LAYER
+        local = hidden or f"{' x '.join(map(str, parameter.shape))}, stored as {spec.layout}"
+    remedy = _CALL_THE_BLOCK if spec.layout.stored or local == FREED else _CALL_THE_LAYER
     of_it = "" if isinstance(parameter, SplitParameter) else ", its gradient or what is computed of them"
-    if held == OWNED:
-        held = f"the {local_shape(parameter)[0]} of {spec.shards[0].shape[0]} rows that it owns"
+    if local == OWNED:
+        local = f"the {local_shape(parameter)[0]} of {spec.shards[0].shape[0]} rows that it owns"
         remedy = (
             f"Look rows up by their ids, in the model itself (a copy of it finds none); or let every rank hold the "
             f"whole table, with parallel.strategy.ways = {{{spec.name!r}: 'gather'}} (or 'dense'). For a log or an "
@@ -263,7 +263,7 @@ def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
         )
     return (
         f"{spec.name or 'parameter'} ({spec.description}): {_name(func)} was called with the "
-        f"parameter itself{of_it}, of which this rank holds {held}; the result would be wrong. {remedy}"
+        f"parameter itself{of_it}, of which this rank holds {local}; the result would be wrong. {remedy}"
     )
 
 
