@@ -50,8 +50,7 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
 def slug(heading: str) -> str:
     """Return the anchor that GitHub gives a heading."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-    kept = (c for c in text if c in "-_ " or unicodedata.category(c)[0] in "LN")
-    return "".join(kept).replace(" ", "-")
+    return "".join(c for c in text if c in "-_ " or unicodedata.category(c)[0] in "LN").replace(" ", "-")
 
 
 @cache

@@ -172,7 +172,7 @@ def _table(rows: list[str]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """As Markdown takes it in a table."""
+    """Return the text as a cell of a Markdown table."""
     return cell.replace("|", "\\|").replace("<", "\\<").replace("**", "\\*\\*")
 
 
