@@ -60,7 +60,7 @@ class Run:
             return
         row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-        figures = dict(report.user_properties)
+        figures = {name: value for name, value in report.user_properties if isinstance(value, int | float | str)}
         self.figures[report.nodeid] = ", ".join(f"{name} {_shortened(value)}" for name, value in figures.items())
         with self.file.open("a") as file:
             file.write(json.dumps({**row, "figures": figures, "reason": reason}, default=str) + "\n")

@@ -63,7 +63,7 @@ def launch(folder: Path, *arguments: str, **environ: str) -> tuple[int, str]:
     (folder / "job.py").write_text(CONFIG)
     command = [sys.executable, "-m", "colossus", "launch", "job.py", "--run-dir", "run", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -333,9 +333,10 @@ def compute(
     _backward(context, out)
     if not out.dim():  # a loss is a sum over samples
         out = collectives.all_reduce(out.detach(), context.group(model_parallel_of(context).regions.whole.batch)).wait()
-    for parameter in module.parameters():
-        if parameter.grad is not None and (axes := gradient_sum_axes(parameter, context)):
-            parameter.grad = collectives.all_reduce(parameter.grad.contiguous(), context.group(axes)).wait()
+    with torch._C.DisableTorchFunctionSubclass():  # the sum is a plain tensor, no slice of a parameter
+        for parameter in module.parameters():
+            if parameter.grad is not None and (axes := gradient_sum_axes(parameter, context)):
+                parameter.grad = collectives.all_reduce(parameter.grad.contiguous(), context.group(axes)).wait()
     result = {"output": out, **{f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}}
     result |= {f"gradient of {n}": g for n, g in full_state_dict(module, context, gradients=True).items()}
     parameters = {name: value.detach().double() for name, value in full_state_dict(module, context).items()}
