@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: functions that torch has under a second name
+#: second names of torch's functions -> the first
 _ALIASES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
     "arctan2": "atan2", "arctanh": "atanh", "divide": "div", "expit": "sigmoid", "fix": "trunc", "greater": "gt",
@@ -28,14 +28,14 @@ _ALIASES = {
     "pos": "positive",
 }  # fmt: skip
 
-#: overloads that work element by element, which torch does not tag
+#: overloads that work element by element, though torch does not tag them
 _UNTAGGED = {
     "hardswish.default", "log_sigmoid.default", "floor_divide.default", "floor_divide.Scalar", "isclose.default",
     "fill.Scalar", "fill.Tensor", "masked_fill.Tensor", "rsub.Tensor", "where.ScalarOther", "where.ScalarSelf",
     "where.Scalar",
 }  # fmt: skip
 
-#: python functions made of pointwise ones, those that copy or convert, and constants of the same shape
+#: Python functions made of pointwise ones, functions that copy or convert, and constants of the same shape
 _ALWAYS_POINTWISE: set[Any] = {
     F.softsign,
     F.tanhshrink,
@@ -47,7 +47,7 @@ _ALWAYS_POINTWISE: set[Any] = {
                                    "int", "long", "to", "type", "type_as")),
 }  # fmt: skip
 
-#: by function: yes, no, or the name of the ATen operator whose overload decides at each call
+#: function -> yes, no, or the name of the ATen operator whose overload decides at each call
 _verdicts: dict[Any, bool | str] = {}
 
 
@@ -63,8 +63,8 @@ class OperatorMode(TorchDispatchMode):
 def is_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call computes each element of its output from the same elements of its operands alone.
 
-    Torch tags the overloads of its operators so. Random ones are not among them: dropout is pointwise by shape, but
-    its masks must differ between shards.
+    torch tags such overloads of its operators. Random ones are not among them: dropout is pointwise by shape, but its
+    masks must differ between shards.
     """
     verdict = _verdicts.get(func)
     if verdict is None:
@@ -83,7 +83,7 @@ def _verdict(func: Callable[..., Any]) -> bool | str:
     if packet is None:
         return False
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    # of one tensor at least, and not told where to write: such an operand is checked as others are
+    # only overloads that take a tensor and no ``out``, which is checked like other operands
     overloads = [
         overload
         for overload in overloads
@@ -94,13 +94,13 @@ def _verdict(func: Callable[..., Any]) -> bool | str:
     return name if len(tagged) == 2 else tagged == {True}
 
 
-#: torch.compile asks it and traces nothing of it: torch.compiler.assume_constant_result, which would import dynamo
+#: torch.compile calls it and does not trace it, as with torch.compiler.assume_constant_result, which imports dynamo
 _verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_tagged(name: str, overload: Any) -> bool:
     random = torch.Tag.nondeterministic_seeded in overload.tags
-    if random or any(str(result.type) != "Tensor" for result in overload._schema.returns):  # `equal` gives a bool
+    if random or any(str(result.type) != "Tensor" for result in overload._schema.returns):  # `equal` returns a bool
         return False
     return torch.Tag.pointwise in overload.tags or f"{name}.{overload._overloadname}" in _UNTAGGED
 
@@ -130,10 +130,10 @@ class Call(NamedTuple):
     """One call of a function.
 
     Attributes:
-        name: of the ATen operator; of a Python function its own.
-        arguments: by the names that the operator's schema or the function's signature has; the tensor is ``self``.
-            Where torch tells no names all but the first are ``others``.
-        overload: the ATen overload; None of a Python function.
+        name: name of the ATen operator; a Python function has its own.
+        arguments: arguments by their names in the operator's schema or the function's signature; the tensor is
+            ``self``. If torch knows no names, all but the first are ``others``.
+        overload: the ATen overload; None for a Python function.
     """
 
     name: str
@@ -148,11 +148,11 @@ class Call(NamedTuple):
         return next((self.arguments[name] for name in names if name in self.arguments), default)
 
 
-#: other names of arguments
+#: second names of arguments -> the first
 _ARGUMENTS = {"axis": "dim", "dims": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "input": "self",
               "tensor": "self", "x": "self"}  # fmt: skip
 
-#: whose sizes or dims may come one by one
+#: operators whose sizes or dims may be separate arguments
 _TAKE_SIZES = {"view", "permute", "expand", "repeat", "tile", "flip"}
 
 
@@ -179,7 +179,7 @@ def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if overload is not None:
                 names = [argument.name for argument in overload._schema.arguments]
                 bound = {**dict(zip(names, args, strict=False)), **named}
-                if type(bound.get("unbiased")) is int:  # of std and var, which torch's parser takes for a dim
+                if type(bound.get("unbiased")) is int:  # torch's parser takes a dim of std and var for it
                     bound["dim"] = bound.pop("unbiased")
                 return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, overload)
     return Call(
@@ -200,7 +200,7 @@ def tensors_of(nest: Iterable[Any]) -> list[Tensor]:
     return tensors
 
 
-# --- what is let through
+# --- functions that parts of tensors may call freely
 
 #: functions that tell sizes, by name: the answer for the shape of the whole tensor
 SIZES: dict[str, Callable[..., Any]] = {
@@ -209,9 +209,9 @@ SIZES: dict[str, Callable[..., Any]] = {
     "__len__": lambda shape: shape[0],
 }
 
-#: their second argument, if it is a tensor, says a dtype or a device
+#: functions whose second argument, if it is a tensor, provides a dtype or a device
 LIKE_FIRST = {"to", "type_as"}
-#: what says something about a tensor, or makes a plain one
+#: functions that return a property of a tensor, or make a plain one
 PASSED_ON = {
     "dim", "size", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "stride", "is_floating_point",
     "is_complex", "is_signed", "is_tensor", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "get_device",

@@ -95,7 +95,7 @@ class ParameterSpec:
 
     @cached_property
     def whole_shape(self) -> torch.Size:
-        """The shape of all logical shards, one below the other, whatever the plan."""
+        """The shape of all logical shards, concatenated along dim 0, under any plan."""
         (*_, last) = shapes = [shard.shape for shard in self.shards]
         return torch.Size((sum(shape[0] for shape in shapes), *last[1:]) if last else ())
 

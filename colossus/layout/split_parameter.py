@@ -1,4 +1,4 @@
-"""A parameter of which a rank holds a part, or nothing for now, as a type that refuses to stand for the whole of it."""
+"""The type of a parameter of which a rank has a part, or nothing for now; it refuses to stand for the whole."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from colossus.layout.part_rules import split_dims_of_result
 
 Function = Callable[..., Any]
 
-#: inside of this block a `SplitParameter` is the plain tensor that the rank holds: for code that knows it as a shard,
-#: and where the time of a step is spent (the type costs some microseconds at each look at it)
+#: inside this block a `SplitParameter` is the plain tensor of the rank: for code that treats it as a shard, and where
+#: the time of a step is spent (the type costs some microseconds at each access)
 as_shards = torch._C.DisableTorchFunctionSubclass
 
 
@@ -34,24 +34,24 @@ FREED = "nothing while its block does not run: parallel.zero = 3 has freed it"
 OWNED = "the rows that it owns"
 
 _CALL_THE_BLOCK = (
-    "A block is whole while it is called, as block(x): compute inside of its forward what needs its parameters, and "
-    "neither keep nor return them; or take parallel.zero = 2 or less, or parallel.tensor.weights = 'step'"
+    "A block is whole while it is called, as block(x): use its parameters inside its forward, and neither keep nor "
+    "return them; or use parallel.zero = 2 or less, or parallel.tensor.weights = 'step'"
 )
 _CALL_THE_LAYER = (
     "Call the layer; a head with the weight of an embedding is colossus.layers.LMHead(hidden_size, vocab_size, "
     "tied_to=embedding). A penalty on weights belongs to the optimizer (weight_decay); numbers for a log come from "
-    "colossus.checkpoint.full_state_dict(model, context). A parameter that is used by hand is a torch.nn.Parameter, or "
-    "of a layer of torch.nn (under colossus.parallelize by the rule 'torch'), which every rank has whole; norms of "
-    "gradients are those of train.clip_grad_norm"
+    "colossus.checkpoint.full_state_dict(model, context). To use a parameter by hand, make it a torch.nn.Parameter, or "
+    "part of a layer of torch.nn (under colossus.parallelize by the rule 'torch'), which every rank has whole; norms "
+    "of gradients are those of train.clip_grad_norm"
 )
 
 
 class SplitParameter(nn.Parameter):
-    """A parameter of which this rank holds a shard, or ``hidden`` (see `hide_values`).
+    """A parameter of which this rank has a shard, or ``hidden`` (see `hide_values`).
 
-    Its shape and all sizes are those of the whole parameter. Our layers use what the rank holds as what it is. Any
-    other function would compute with a smaller parameter, with other values on each rank, so those that want its
-    gradient raise, and products; where its values are hidden, all do that ask for more than its shape and kind.
+    Its shape and all sizes are those of the whole parameter. Our layers use the rank's shard. Any other function would
+    compute with a smaller parameter, with other values on each rank: products raise, and so do functions that want its
+    gradient. If its values are hidden, all functions raise that need more than its shape and kind.
     """
 
     hidden: str = ""
@@ -85,11 +85,12 @@ class SplitParameter(nn.Parameter):
             return tell(spec_of(args[0]).whole_shape, *args[1:], **kwargs)
         if func in _ABOUT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-        if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
+        if func in _BACKWARD:  # outside `as_shards`: under checkpointing this runs a user's forward
             wanted = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else ())
             wanted = [wanted] if isinstance(wanted, Tensor) else wanted or ()
             for param in wanted:
-                if isinstance(param, SplitParameter) and spec_of(param).layout.stored:  # compute has another tensor
+                # a parameter that is cut for storage is not the tensor with which layers compute
+                if isinstance(param, SplitParameter) and spec_of(param).layout.stored:
                     raise located_error(_refusal(param, func))
             args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
             out = func(*args, **kwargs)
@@ -110,13 +111,13 @@ class SplitParameter(nn.Parameter):
 
 
 class ParameterPart(Tensor):
-    """A tensor that has this rank's part of the values of a parameter, of its gradient, or of what is computed of them.
+    """A tensor with this rank's part of the values of a parameter, of its gradient, or of a result computed from them.
 
-    Functions that are right on each part by itself give such a tensor again (`part_rules`), all others raise.
+    Functions that are right on each part by itself return such a tensor again (`part_rules`), all others raise.
 
     Attributes:
-        spec: of the parameter.
-        split_dims: those of which this rank has a part, from the right.
+        spec: spec of the parameter.
+        split_dims: the dims that ranks split, counted from the right.
     """
 
     spec: ParameterSpec
@@ -127,7 +128,7 @@ class ParameterPart(Tensor):
             return _as_part(self.as_subclass(Tensor).__deepcopy__(memo), self.spec, self.split_dims)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved as a plain tensor: what a rank has."""
+        """Pickle as a plain tensor with the rank's part."""
         with as_shards():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -162,7 +163,7 @@ def _split_dims_of(layout: Layout) -> frozenset[int]:
 
 
 def _as_part(x: Any, spec: ParameterSpec, split_dims: frozenset[int]) -> Any:
-    """Mark plain tensors in place, and return them."""
+    """Mark plain tensors as parts, in place, and return them."""
     for leaf in tree_leaves(x):
         if type(leaf) is Tensor:
             leaf.__class__ = ParameterPart
@@ -174,7 +175,7 @@ def _handed_out(getter: Function, x: Any) -> Any:
     """Return the values of a part, or its gradient, as an alias: the gradient itself stays plain for our code."""
     with as_shards():
         out, split_dims = getter(x), _split_dims(x)
-        if type(out) is not Tensor or not split_dims or out.is_sparse:  # of some rows of a table
+        if type(out) is not Tensor or not split_dims or out.is_sparse:  # a sparse gradient has some rows of a table
             return out
         return _as_part(out.as_subclass(Tensor), _spec(x), split_dims)
 
@@ -186,16 +187,16 @@ def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str
     is_of_graph = isinstance(func, OpOverload) or (kwargs.get("out") is not None and not torch.is_grad_enabled())
     if name in PASSED_ON:
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-    if name == "__get__":  # of a property that is no tensor, as a compiler asks for
+    if name == "__get__":  # a compiler reads properties that are no tensors
         value = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if not isinstance(value, Tensor):
             return value
-    is_sent = str(getattr(func, "__module__", "")).startswith("torch.distributed.")  # by hand, among ranks with parts
+    is_sent = str(getattr(func, "__module__", "")).startswith("torch.distributed.")  # a user's own collective of parts
     is_of_list = name.startswith(("_foreach_", "_fused_")) and not name.startswith(_FOREACH_REDUCTIONS)
     if is_of_graph or is_sent or is_of_list:
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, SplitParameter | ParameterPart)]
-    if name in LIKE_FIRST and len(args) > 1 and args[1] is parts[-1]:  # it says a device and a dtype
+    if name in LIKE_FIRST and len(args) > 1 and args[1] is parts[-1]:  # it provides a device and a dtype
         return args[0].to(parts[-1].device, parts[-1].dtype, *args[2:], **kwargs)
     with as_shards():
         split = split_dims_of_result(func, args, kwargs, [(part, _split_dims(part)) for part in parts])
@@ -205,9 +206,9 @@ def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str
             out = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
             if name.rstrip("_") + "_" == name and torch.is_grad_enabled():
-                raise  # in place where gradients are wanted: torch says so
+                raise  # in place where gradients are wanted: torch's own error
             raise located_error(_refusal(parts[0], func)) from error
-        # a parameter is used by its layer: what is computed of it by hand would train with its part alone
+        # only its layer may use a parameter: a result computed by hand would train with only a part of it
         by_hand = [part for part in parts if isinstance(part, SplitParameter)] if func != Tensor.clone else []
         inputs = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in inputs]
@@ -221,7 +222,7 @@ def _spec(part: Any) -> ParameterSpec:
 
 
 def local_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of what this rank holds of a parameter."""
+    """Return the shape of this rank's part of a parameter."""
     with as_shards():
         return parameter.shape
 
@@ -243,7 +244,7 @@ def hide_values(parameter: nn.Parameter, hidden: str) -> type[nn.Parameter]:
 
 
 def show_values(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Undo `hide_values`, which gave ``kind``."""
+    """Undo `hide_values`, which returned ``kind``."""
     vars(parameter).pop("hidden", None)
     parameter.__class__ = kind
 
@@ -275,7 +276,7 @@ def _name(func: Function) -> str:
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
 
-#: of a tensor and itself, the way to its node in the graph
+#: called with a tensor and itself, these return its node in the graph
 _OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
 
 #: what tells sizes, which are those of the whole parameter
@@ -285,7 +286,7 @@ _SIZES: dict[Any, Function] = {
     **{getattr(Tensor, name): tell for name, tell in SIZES.items()},
 }
 
-#: what only tells or sets something about a tensor, and what makes others of its shape or kind
+#: functions that only read or set a property of a tensor, or make others of its shape or kind
 _ABOUT: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "is_meta", "layout", "ndim",
@@ -304,14 +305,14 @@ _ABOUT: set[Any] = {
         "full_like", "rand_like", "randn_like")),
 }  # fmt: skip
 
-#: what hands out its values, and its gradient
+#: functions that return its values, or its gradient
 _HANDED_OUT: set[Any] = {*(getattr(Tensor, name).__get__ for name in ("data", "grad")), Tensor.detach}
 
-#: of lists of tensors, what does not work element by element
+#: functions of lists of tensors that do not work element by element
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 #: types that parts may meet
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, SplitParameter, ParameterPart}
 
-# as torch.distributed does for DTensor: else an optimizer on CUDA takes these parameters one by one
+# torch.distributed does this for DTensor: else an optimizer on CUDA takes these parameters one by one
 torch_optimizer._foreach_supported_types += [SplitParameter, ParameterPart]
