@@ -133,8 +133,7 @@ def build_loaders(
             * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `SampleOrder`;
             * an IterableDataset: every rank must see the same stream; each data rank keeps its shard of each batch;
             * a DataLoader, or any iterable of ready batches. Its batches have ``global_batch_size`` samples (each data
-            rank
-              takes its slice), or that over ``data_size`` with a DistributedSampler or ``per_rank=True``;
+              rank takes its slice), or that over ``data_size`` with a DistributedSampler or ``per_rank=True``;
             * a callable that returns one of these. It receives those of the arguments below that it has, and ``split``;
               with ``split`` it is called for ``"train"`` and for ``"validation"``.
 

@@ -289,7 +289,7 @@ def test_an_engine_is_told_that_samples_interact(data: int) -> None:
         return str(error.value)
 
     for words in run_ranks(data, body, with_context=False):
-        assert words.startswith("gather_samples brings samples together")
+        assert words.startswith("gather_samples combines samples")
         assert "set train.samples_interact=True" in words
         assert "test_samples.py" in words
 
