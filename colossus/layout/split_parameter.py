@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
@@ -81,7 +82,7 @@ class SplitParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         tell = _SIZES.get(func)
-        if tell is not None and isinstance(args[0], SplitParameter):
+        if tell is not None and isinstance(args[0], SplitParameter) and not _is_made_fake():
             return tell(spec_of(args[0]).whole_shape, *args[1:], **kwargs)
         if func in _ABOUT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
@@ -146,6 +147,11 @@ class ParameterPart(Tensor):
         if func in _HANDED_OUT:
             return _handed_out(func, args[0])
         return _checked(func, types, args, kwargs, tree_leaves((args, kwargs)))
+
+
+def _is_made_fake() -> bool:
+    """Return whether a compiler, which has begun a graph, makes its fake of what this rank holds."""
+    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
 def _split_dims(x: Any) -> frozenset[int]:
@@ -262,16 +268,12 @@ def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
             f"whole table, with parallel.strategy.ways = {{{spec.name!r}: 'gather'}} (or 'dense'). For a log or an "
             f"export colossus.checkpoint.full_state_dict(model, context) has the whole of it"
         )
+    getter = getattr(func, "__self__", func)  # of a property, whose own name is __get__
+    name = getattr(getter if func.__name__ == "__get__" else func, "__name__", func)
     return (
-        f"{spec.name or 'parameter'} ({spec.description}): {_name(func)} was called with the "
+        f"{spec.name or 'parameter'} ({spec.description}): {name} was called with the "
         f"parameter itself{of_it}, of which this rank holds {local}; the result would be wrong. {remedy}"
     )
-
-
-def _name(func: Function) -> str:
-    """Return the name of a function, or of the property of tensors that it reads."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(func, "__self__", func).__name__ if name == "__get__" else name
 
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
