@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: second names of torch's functions -> the first
@@ -201,6 +202,12 @@ def tensors_of(nest: Iterable[Any]) -> list[Tensor]:
 
 
 # --- functions that parts of tensors may call freely
+
+
+def is_made_fake() -> bool:
+    """Return whether a compiler, which has begun a graph, makes its fake of what a rank has: that has its own sizes."""
+    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
+
 
 #: functions that tell sizes, by name: the answer for the shape of the whole tensor
 SIZES: dict[str, Callable[..., Any]] = {

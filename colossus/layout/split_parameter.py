@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
 from colossus.layout.layout import Layout
-from colossus.layout.operators import LIKE_FIRST, PASSED_ON, SIZES
+from colossus.layout.operators import LIKE_FIRST, PASSED_ON, SIZES, is_made_fake
 from colossus.layout.parameter import ParameterSpec, attach, spec_of
 from colossus.layout.parameter_hooks import guard_hooks, guarded
 from colossus.layout.part_rules import split_dims_of_result
@@ -82,7 +81,7 @@ class SplitParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         tell = _SIZES.get(func)
-        if tell is not None and isinstance(args[0], SplitParameter) and not _is_made_fake():
+        if tell is not None and isinstance(args[0], SplitParameter) and not is_made_fake():
             return tell(spec_of(args[0]).whole_shape, *args[1:], **kwargs)
         if func in _ABOUT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
@@ -147,11 +146,6 @@ class ParameterPart(Tensor):
         if func in _HANDED_OUT:
             return _handed_out(func, args[0])
         return _checked(func, types, args, kwargs, tree_leaves((args, kwargs)))
-
-
-def _is_made_fake() -> bool:
-    """Return whether a compiler, which has begun a graph, makes its fake of what this rank holds."""
-    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
 def _split_dims(x: Any) -> frozenset[int]:

@@ -233,6 +233,18 @@ def placement_of(x: Any) -> Placement | None:
     return placement if isinstance(placement, Placement) else None
 
 
+def shared_base(placements: Sequence[Placement]) -> Placement:
+    """Return the placement whose axes and regions a result has; split operands must agree in them."""
+    split = [placement for placement in placements if not placement.is_whole]
+    for other in split[1:]:
+        if other.activation != split[0].activation:
+            raise MixesPartsError(
+                f"brings together what is split as ({split[0].activation}) and what is split as ({other.activation}): "
+                f"bring both to one layout with colossus.layers.to_whole or to_residual"
+            )
+    return split[0] if split else placements[0]
+
+
 def part_of_whole(x: Tensor, dims: Mapping[str, int], placement: Placement, *, on_meta: bool = False) -> Tensor:
     """Return this rank's part of a plain tensor that all ranks which share it have whole.
 

@@ -13,10 +13,20 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from colossus.error_place import located_error
-from colossus.layout.operators import LIKE_FIRST, PASSED_ON, SIZES, Call, aten_name, bind, is_pointwise, tensors_of
+from colossus.layout.operators import (
+    LIKE_FIRST,
+    PASSED_ON,
+    SIZES,
+    Call,
+    aten_name,
+    bind,
+    is_made_fake,
+    is_pointwise,
+    tensors_of,
+)
 from colossus.sharded_tensor.met_operands import as_met, each_its_own, wants_sum
 from colossus.sharded_tensor.multi_head import multi_head_attention_forward
-from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement
+from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, shared_base
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
 from colossus.sharded_tensor.sizes import RESIZES, resized, shape_of
 from colossus.sharded_tensor.user_backward import (
@@ -65,7 +75,7 @@ class ShardedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _property(func, args)
-            if name in SIZES and isinstance(args[0], ShardedTensor):
+            if name in SIZES and isinstance(args[0], ShardedTensor) and not is_made_fake():
                 return SIZES[name](shape_of(args[0]), *args[1:], **kwargs)
             if has_made():
                 split_gradients_of_made(mark)
@@ -178,7 +188,7 @@ def _followed(
     args, kwargs = each_its_own(args, kwargs)
     tensors = tensors_of((args, kwargs))
     operands = [x for x in tensors if isinstance(x, ShardedTensor)]
-    base = _base(operands)
+    base = shared_base([x.placement for x in operands])
     call = _bound(name, func, args, kwargs)
     is_in_place = (name[-1:] == "_" and name[:2] != "__") or (name[:3] == "__i" and aten_name(name) != name)
     if is_in_place and not isinstance(args[0], ShardedTensor):
@@ -231,18 +241,6 @@ def _followed(
     else:
         out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
     return out, placement if places else None
-
-
-def _base(operands: list[ShardedTensor]) -> Placement:
-    """Return the placement whose axes and regions the result has; split operands must agree in them."""
-    split = [x.placement for x in operands if not x.placement.is_whole]
-    for other in split[1:]:
-        if other.activation != split[0].activation:
-            raise MixesPartsError(
-                f"brings together what is split as ({split[0].activation}) and what is split as ({other.activation}): "
-                f"bring both to one layout with colossus.layers.to_whole or to_residual"
-            )
-    return split[0] if split else operands[0].placement
 
 
 def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -307,7 +305,7 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     name = getattr(getattr(func, "__self__", None), "__name__", "")
     x = args[0]
     if name == "shape":
-        return shape_of(x)
+        return x.shape if is_made_fake() else shape_of(x)
     if name in ("T", "H", "data"):
         what = "reverses all dims" if name != "data" else "leaves autograd behind"
         raise located_error(refusal(f"x.{name}", MixesPartsError(what), x))
