@@ -213,7 +213,7 @@ def test_a_ramp_that_does_not_fit_is_told(train: dict[str, Any], more: dict[str,
 
 
 def test_batches_of_ones_own_do_not_grow() -> None:
-    with pytest.raises(ValueError, match=r"train\.batch_ramp is for a dataset .* but DataLoader gives batches"):
+    with pytest.raises(ValueError, match=r"train\.batch_ramp is for a dataset .* but DataLoader yields batches"):
         colossus.initialize(config(dict(data=1), data=DataLoader(Sentences(), batch_size=12)))
     engine = colossus.initialize(config(dict(data=1)))
     try:
