@@ -1,8 +1,8 @@
-"""Peak memory of a training case: tensors held between steps, and what a step needs on top.
+"""Peak memory of a training case: tensors that stay between steps, and what a step needs on top.
 
-What is held is counted, tensor by tensor. What a step adds is read from the operating system (the peak of the resident
-set while it runs), since no counter sees it all: a dispatch mode sees DTensor from outside only and changes the path
-that collectives take, and the profiler misses what the threads of a backend release.
+What stays between steps is counted, tensor by tensor. What a step adds is read from the operating system (the peak of
+the resident set while it runs), since no counter sees it all: a dispatch mode sees DTensor from outside only and
+changes the path that collectives take, and the profiler misses what the threads of a backend release.
 """
 
 from __future__ import annotations

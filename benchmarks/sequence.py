@@ -81,7 +81,7 @@ def train(tokens: int, hidden: int, num_layers: int, ranks: int, steps: int) -> 
     """Train the same GPT on the same long sequence, in one process and over ranks."""
     out: dict[str, Any] = {"tokens": tokens, "ranks": ranks}
     for n in (1, ranks):
-        progress(f"training on {tokens} tokens, {n} process(es)")
+        progress(f"training on {tokens} tokens, {n} {'process' if n == 1 else 'processes'}")
         with RankGroup(f"GPT x {n}", n, partial(TrainWorker, tokens, hidden, num_layers, n), timeout=900) as group:
             results = group.call("train", steps)
         out[f"x{n}"] = {

@@ -1,4 +1,4 @@
-"""Pictures. matplotlib comes with the extra ``plot`` and is imported when one is drawn."""
+"""Figures of matplotlib, which the extra ``plot`` installs, and which is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_picture(path: Path) -> None:
     """Raise ValueError unless a picture can be drawn into this file.
 
     Raises:
-        ValueError: the file's ending is none of `FORMATS`, its folder does not exist, or matplotlib is missing.
+        ValueError: the suffix of the file is none of `FORMATS`, its folder does not exist, or matplotlib is missing.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"{path}: the name of a picture ends with {', '.join(FORMATS)}")

@@ -91,7 +91,7 @@ def test_an_installation_trains_without_the_clone(kind: str, built: Path, tmp_pa
     _run(tmp_path, command, "new", "gpt", "--from", "gpt_stdlib")
     short = ["train.steps=3", "train.eval_every=0", "checkpoint.every=3"]
     out = _run(tmp_path, command, "launch", "gpt/config.py", *short, "--run-dir", "runs/gpt")
-    assert "data 2 x tensor 2, 4 process(es)" in out
+    assert "data 2 x tensor 2, 4 processes" in out
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "gpt/train.py", *short]
     loss = re.search(r"step 3/3: loss ([\d.]+)", _run(tmp_path, str(python), *words))
     assert loss is not None

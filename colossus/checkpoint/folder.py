@@ -62,8 +62,8 @@ def temporary(root: Path, step: int, token: str) -> Path:
     return root / f"{name_of(step)}.tmp-{token}"
 
 
-def named(root: Path) -> dict[Path, int]:
-    """Return the paths that have the name of a checkpoint, sorted, with their steps. Their content is not read."""
+def checkpoint_steps(root: Path) -> dict[Path, int]:
+    """Return path -> step of the paths with the name of a checkpoint, by name. Their content is not read."""
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -76,11 +76,11 @@ def named(root: Path) -> dict[Path, int]:
 def checkpoints(root: Path) -> list[Path]:
     """Return the folders in ``root`` with the name and the manifest of a checkpoint, the oldest first.
 
-    Their files are not checked. They are ordered by the time of saving in their manifests, since a run may have gone
-    back; a copy of a folder need not keep the times of its files.
+    Their files are not checked. They are ordered by the time of saving in their manifests: steps would not do, since a
+    run may have resumed from an earlier step, nor times of files, which a copy of a folder need not keep.
     """
     dated = []
-    for path, step in named(root).items():
+    for path, step in checkpoint_steps(root).items():
         try:
             dated.append((_saved_at(path, (path / MANIFEST).stat().st_mtime_ns), step, path))
         except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +116,7 @@ def find_latest(
         CheckpointError: if one cannot be read, or is of another version: such a one is never skipped.
     """
     damaged = {} if damaged is None else damaged
-    steps = named(root)
+    steps = checkpoint_steps(root)
     wanted = [path for path in _newest_first(root) if until is None or steps[path] <= until]
     for path in wanted:
         if path in damaged:
@@ -138,7 +138,7 @@ def find_latest(
 def _newest_first(root: Path) -> list[Path]:
     """Return the checkpoint that ``latest`` names, then all others, the newest first, then those without a manifest."""
     paths = checkpoints(root)[::-1]
-    paths += [path for path in reversed(named(root)) if path not in paths]
+    paths += [path for path in reversed(checkpoint_steps(root)) if path not in paths]
     names = _names_in(root / LATEST)
     if not names:
         return paths
@@ -169,7 +169,7 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
     path = user_path(path)
     try:
         if path.name in (LATEST, BEST):
-            path = next((one for name in _names_in(path) if (one := path.parent / name).is_dir()), path)
+            path = next((target for name in _names_in(path) if (target := path.parent / name).is_dir()), path)
         if (path / MANIFEST).exists():
             if damaged is not None and path in damaged:
                 raise damaged[path]
@@ -291,10 +291,10 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
         keep_last: 0 keeps all.
         keep_every: 0 keeps none but the newest.
     """
-    for path in named(root):
+    for path in checkpoint_steps(root):
         if path.suffix == ".replaced" and is_whole(path.with_suffix("")):
             remove(path)
-    steps, num_whole, best = named(root), 0, _names_in(root / BEST)
+    steps, num_whole, best = checkpoint_steps(root), 0, _names_in(root / BEST)
     for path in _newest_first(root) if keep_last else ():
         if num_whole < keep_last:
             num_whole += is_whole(path)
@@ -304,7 +304,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
 
 def remove_later(root: Path, step: int) -> None:
     """Remove checkpoints of later steps, of a branch that a run has left. ``latest`` must name none of them."""
-    for path, path_step in named(root).items():
+    for path, path_step in checkpoint_steps(root).items():
         if path_step > step:
             remove(path)
 

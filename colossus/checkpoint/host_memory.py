@@ -85,7 +85,7 @@ class HostMemory:
             later_than: last step that is not read any more.
             until: last step that is read; None for no limit.
         """
-        steps_of_ranks = all_gather_object(list(folder.named(self.root).values()), self._group)
+        steps_of_ranks = all_gather_object(list(folder.checkpoint_steps(self.root).values()), self._group)
         steps = {step for steps_of_rank in steps_of_ranks for step in steps_of_rank}
         for step in sorted(steps, reverse=True):
             is_wanted = step > later_than and (until is None or step <= until)

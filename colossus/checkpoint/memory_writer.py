@@ -81,7 +81,7 @@ class MemoryWriter(CheckpointWriter):
             raise ConfigError(problem)
 
     def _prepare(self, target: Path) -> None:
-        for old in sorted(folder.named(self.root))[:-1]:
+        for old in sorted(folder.checkpoint_steps(self.root))[:-1]:
             # a rank's own file makes room for the one that it writes now, so it need not wait for other ranks
             (old / folder.file_of(self._group.index)).unlink(missing_ok=True)
             if self._memory.is_first:

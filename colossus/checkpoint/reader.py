@@ -24,10 +24,10 @@ _MOST_OPEN = 64
 
 
 class CheckpointReader:
-    """Reads a checkpoint folder; ``with CheckpointReader(folder) as reader`` closes its files.
+    """A reader of a checkpoint folder; ``with CheckpointReader(folder) as reader`` closes its files.
 
     Raises:
-        CheckpointError: if the manifest or a file is missing, truncated or foreign (checksums: `verify`).
+        CheckpointError: if the manifest or a file is missing or truncated, or of another version (checksums: `verify`).
 
     Attributes:
         folder: folder of the checkpoint.
@@ -82,6 +82,10 @@ class CheckpointReader:
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
         """Compare the checksums of all files, which the ranks of a group divide. Collective over the group.
 
+        Args:
+            group: ranks that read the same checkpoint; None: this process compares all files.
+            on_block: called after each block that is read.
+
         Raises:
             DamagedCheckpoint: on all of its ranks, naming the files.
         """
@@ -89,7 +93,7 @@ class CheckpointReader:
         mine = names if group is None else names[group.index :: group.size]
         problems = [problem_of(self.folder / name, self.manifest.files[name].crc32, on_block) for name in mine]
         if group is not None:
-            problems = [problem for several in all_gather_object(problems, group) for problem in several]
+            problems = [problem for of_rank in all_gather_object(problems, group) for problem in of_rank]
         if texts := [problem for problem in problems if problem is not None]:
             raise DamagedCheckpoint(f"{self.folder}: {'; '.join(texts)}: take another checkpoint")
 

@@ -16,7 +16,7 @@ from colossus.arithmetic import byte_count
 from colossus.checkpoint.describe import describe, printable
 from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.folder import IN_RUN_FOLDER, locate, named, require_files
+from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoint_steps, locate, require_files
 from colossus.checkpoint.weight_sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
 from colossus.cli.parser import CHECKPOINT, Parser, number_argument, path_argument, path_of
@@ -137,7 +137,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         folder, damaged = _find(arguments.dir, locate)
         return max(_verify_one(folder), 1 if damaged else 0)
     path = path_of(arguments.dir)
-    folders = list(named(path) or named(path / IN_RUN_FOLDER)) or [locate(path)]
+    folders = list(checkpoint_steps(path) or checkpoint_steps(path / IN_RUN_FOLDER)) or [locate(path)]
     return max(map(_verify_one, folders))
 
 

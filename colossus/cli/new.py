@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from pathlib import Path
 
+from colossus.arithmetic import counted
 from colossus.cli.parser import Parser, path_argument
 from colossus.config import ConfigError, load_config
 from colossus.config.plans import world_size
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, script = (shlex.quote(str(folder / name)) for name in texts)
     start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
     print(
-        f"{config} and {script} are written, from {arguments.start}: {processes} process(es)\n\n"
+        f"{config} and {script} are written, from {arguments.start}: {counted(processes, 'process', 'es')}\n\n"
         f"  colossus launch {config} --dry-run    # check everything, start nothing\n"
         f"  colossus launch {config}              # train\n"
         f"  {start} {script}    # the same in a loop of your own"

@@ -120,7 +120,7 @@ def print_bench(plans: Sequence[Measured], console: Console, steps: int, *, coun
             "batches are read before the clock starts; sent: by the rank that sends most along the axis; "
             f"memory: {memory}, on the fullest rank",
         ]
-        lines += [f"{plan.label}: {plan.plan}; {plan.threads} thread(s) a rank" for plan in done]
+        lines += [f"{plan.label}: {plan.plan}; threads per rank: {plan.threads}" for plan in done]
     print_lines(console, lines)
 
 

@@ -16,7 +16,7 @@ from colossus.construct.traced_value import traced_shards
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
-from colossus.layout.parameter_hooks import take_hooks
+from colossus.layout.parameter_hooks import share_hooks
 from colossus.layout.split_parameter import as_shards, mark_split
 from colossus.random import GLOBAL_RNG
 
@@ -241,7 +241,7 @@ class _Materializer:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
         vars(real).update(vars(tensor))
-        take_hooks(real, tensor)
+        share_hooks(real, tensor)
         return mark_split(real)
 
     def _draw_shards(

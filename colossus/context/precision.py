@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: dtypes of low precision: products in them run under autocast
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -37,7 +38,7 @@ class Precision:
 
     @property
     def data(self) -> torch.dtype:
-        """The dtype of a batch's numbers, of buffers and of the parameters of norms, which stay wide."""
+        """The dtype of a batch's floating-point tensors, of buffers and of the parameters of norms, which stay wide."""
         return self.optimizer
 
     @property
@@ -46,7 +47,7 @@ class Precision:
         return self.optimizer
 
     def reduce_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients that are accumulated in this dtype are summed over ranks."""
+        """Return the dtype in which ranks sum gradients of this dtype: float64 and complex ones as they are."""
         return gradient if gradient == torch.float64 or gradient.is_complex else self.reduce
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
@@ -55,10 +56,10 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """True if products are taken in bfloat16 or float16."""
+        """Whether products are computed in bfloat16 or float16."""
         return self.compute in LOW
 
     @property
     def scales_loss(self) -> bool:
-        """True if gradients would vanish without a scaled loss."""
+        """Whether the loss is scaled, without which small gradients would vanish."""
         return self.compute == torch.float16

@@ -47,15 +47,16 @@ class RngStreams:
         self.microbatch = microbatch
 
     def next_call(self, name: str) -> int:
-        """Return how often ``name`` has drawn at this position.
+        """Count a draw of ``name`` at this position, and return the number of those before it.
 
-        A module that is called twice in one forward draws twice. A recomputation must be wrapped in `replay`, which
-        counts again from the state of the forward.
+        A module that is called twice in one forward draws twice. A recomputation runs inside `replay`, which counts
+        again from the state of the forward; one by torch.utils.checkpoint may draw once for each name.
 
         Raises:
             ValueError: a recomputation without `replay` draws for a name that has drawn more than once.
         """
         key = self.microbatch, name
+        # a graph task runs: this forward is a recomputation inside a backward
         if torch._C._current_graph_task_id() == -1 or self._replaying:
             count = self._calls.get(key, 0)
             self._calls[key] = count + 1

@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
-from colossus.convert.zeros import ASKS, EMPTY, off_meta
+from colossus.convert.zeros import ASKS, EMPTY, SHAPE_ONLY, off_meta
 from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-#: operators that use only the shape and dtype of their tensor
-_SHAPE_ONLY = {
-    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
-    _aten.new_full, _aten.new_empty,
-}  # fmt: skip
 
 
 class ForwardFlow(OperatorMode):
@@ -64,7 +59,7 @@ class ForwardFlow(OperatorMode):
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in operands:
             self.count(tensor)
-        if func.overloadpacket in _SHAPE_ONLY:
+        if func.overloadpacket in SHAPE_ONLY:
             operands = []
             args = (off_meta(args[0]), *args[1:])
         on_meta = any(map(_is_meta, operands))

@@ -1,7 +1,7 @@
 """The pipeline blocks of an unchanged model: its forward, cut between calls of its blocks.
 
-A rank runs the forward of the whole model up to the end of its part. Before its part, the modules that were called
-there do not run: zeros take the place of their results, and of parameters that the rank does not have. Masks and
+A rank runs the forward of the whole model up to the end of its part. Modules whose calls belong to earlier parts do not
+run: zeros take the place of their results, and of parameters that the rank does not have. Masks and
 positions, which depend on no parameter, are computed anew, and random numbers are drawn anew. Tensors that are computed
 from parameters and needed later arrive with the cut, and replace the zeros where a module took or returned them.
 """
@@ -25,16 +25,16 @@ from colossus.convert.zeros import zeros_of
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.random import drawing_aside
 
-#: the tensors that cross a cut, the model's input, and the calls before the cut, which later stages leave out: each as
-#: its module's name and the shapes and dtypes of its results
+#: the tensors that cross a cut, the model's input, and the calls before the cut, which later stages skip: for each the
+#: name of its module, and the shapes and dtypes of its results
 Value = tuple[list[Tensor], Any, list[list[Any]]]
 
 #: the module with the hooks that record hidden states in a forward of transformers' models
 _RECORDING = "transformers.utils.output_capturing"
 
 
-class _Ended(Exception):
-    """Ends a forward at a cut."""
+class _CutReached(Exception):
+    """The end of a forward at a cut."""
 
 
 class ForwardChain:
@@ -103,7 +103,7 @@ class ForwardPart:
     draws_as_whole = True
 
     def joined(self, after: Any) -> ForwardPart | None:
-        """Return this part and the next as one if the other is the next part of the same forward, else None."""
+        """Return this part and ``after`` as one part if ``after`` is the next part of the same forward, else None."""
         is_next = isinstance(after, ForwardPart) and after.chain is self.chain and after.start == self.stop
         return replace(self, stop=after.stop) if is_next else None
 
@@ -121,7 +121,7 @@ class _Run:
     def __init__(self, chain: ForwardChain, start: int, stop: int, value: Any) -> None:
         self._chain, self._model, self._cuts, self._start, self._stop = chain, chain.model, chain.cuts, start, stop
         carried, self._inputs, calls = value if start else ([], value, [])
-        self._calls, self._left_out = list(calls), iter(calls)
+        self._calls, self._skipped = list(calls), iter(calls)
         #: the tensors that arrived with the cut
         self._arrived = dict(zip(self._cuts.carried[start - 1] if start else (), carried, strict=True))
         #: the tensors that cross the cuts at both ends of the part
@@ -130,6 +130,7 @@ class _Run:
         self._numbers = Counter[str]()
         self._segment, self._is_inside = 0, False
         tensors = [tensor for tensor in (*carried, *tree_flatten(self._inputs)[0]) if isinstance(tensor, Tensor)]
+        #: the device and dtype of zeros
         self._like = tensors[0] if tensors else torch.zeros(())
 
     @property
@@ -145,7 +146,7 @@ class _Run:
         with self._chain.placeholders(self._like.device), standing_in(self._model, calls):
             try:
                 out = call_model(self._model.forward, self._inputs)
-            except _Ended:
+            except _CutReached:
                 return self._value()
         if not self._is_last:
             self._refuse("its forward ended before it called the blocks of the next stage")
@@ -174,7 +175,7 @@ class _Run:
                 _overwrite(arguments[carried.slot], self._arrived[carried])
             self._seen[carried] = arguments[carried.slot]
         if self._segment >= self._stop:
-            raise _Ended
+            raise _CutReached
         if self._segment >= self._start:
             out = self._run_module(event, module, args, kwargs)
         else:
@@ -185,7 +186,7 @@ class _Run:
         if event.block == len(self._cuts.blocks) - 1:
             self._enter(event.block + 1)
             if self._segment >= self._stop:
-                raise _Ended
+                raise _CutReached
         return out
 
     def _enter(self, block: int) -> None:
@@ -197,8 +198,8 @@ class _Run:
         return [carried for carried in self._wanted if (carried.name, carried.number, carried.side) == key]
 
     def _skip(self, event: Event, arguments: Sequence[Any]) -> Any:
-        """Return the results of a call that another stage has run: zeros, unless they arrived."""
-        name, *results = next(self._left_out, [""])
+        """Return the results of a call that an earlier stage has run: tensors that arrived, else zeros."""
+        name, *results = next(self._skipped, [""])
         if name != event.name:
             self._refuse(f"it calls {event.name} where another stage has called {name or 'nothing'}")
         leaves: list[Any] = []
@@ -231,12 +232,12 @@ class _Run:
         leaves, structure = tree_flatten(out)
         described: list[Any] = []
         for slot, leaf in enumerate(leaves):
-            is_known = isinstance(leaf, (Tensor, *CONSTANTS)) or slot in event.records
-            if not is_known or structure != event.structure:
-                self._refuse(f"{event.name} returned {structure} of other values than with the example")
+            is_expected = isinstance(leaf, (Tensor, *CONSTANTS)) or slot in event.records
+            if not is_expected or structure != event.structure:
+                self._refuse(f"{event.name} returned values of other types than with the example ({structure})")
             described.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
         for slot in event.records:
-            described[slot] = None  # other stages make an empty one
+            described[slot] = None  # later stages make an empty one of their own
         self._calls.append([event.name, *described])
         for carried in self._wanted_of(event, "result"):
             self._seen[carried] = leaves[carried.slot]

@@ -17,18 +17,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
 from colossus.convert.forward_flow import call_model, standing_in
-from colossus.convert.zeros import ASKS, EMPTY, compute, off_meta, put_zeros
+from colossus.convert.zeros import ASKS, EMPTY, SHAPE_ONLY, compute, off_meta, put_zeros
 from colossus.error_place import is_users
 from colossus.layout.operators import OperatorMode
 from colossus.nest import tensors_within
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-#: operators that use only the shape and dtype of their tensor
-_SHAPE_ONLY = {
-    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
-    _aten.new_full, _aten.new_empty, _aten.new_empty_strided, _aten.rand_like, _aten.randn_like, _aten.randint_like,
-}  # fmt: skip
+#: operators whose result does not depend on the values of their tensor
+_VALUE_FREE = SHAPE_ONLY | {_aten.rand_like, _aten.randn_like, _aten.randint_like}
 _ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item}
 
 
@@ -37,10 +34,11 @@ class Operation:
     """An operation on tensors that are computed from parameters.
 
     Attributes:
-        reads, makes, writes: keys of storages that depend on parameters; ``makes`` and ``writes`` depend on them from
-            this time.
-        asks: Python gets the values that are read, or a shape that depends on them.
-        line: the line of the model's code.
+        time: the tick of the trace's clock.
+        reads, makes, writes: keys of the storages that it reads, returns or writes in place, and that depend on
+            parameters, those of ``makes`` and ``writes`` from this time on.
+        asks: whether Python gets the values that are read, or a shape that depends on them.
+        line: file and line of the model's code.
     """
 
     time: int
@@ -57,7 +55,9 @@ class Leaf:
 
     Attributes:
         slot: its index among the leaves.
-        is_whole: each element of its storage is in it once.
+        key: key of its storage.
+        shape: its shape.
+        is_whole: whether it has each element of its storage once.
     """
 
     slot: int
@@ -71,10 +71,12 @@ class Call:
     """A call of a module.
 
     Attributes:
-        began, ended: times.
+        name: full name of the module.
+        began, ended: ticks of the trace's clock.
         arguments, results: tensors among its arguments and its results.
         others: (slot, type) of its other results.
-        draws: it draws random numbers of Python or numpy.
+        structure: structure of the nest of its results.
+        draws: whether it draws random numbers of Python or numpy.
     """
 
     name: str
@@ -112,10 +114,10 @@ class ForwardTrace:
 
 
 def trace_forward(model: nn.Module, example: Any) -> tuple[ForwardTrace, Any, Any, OnZeros]:
-    """Run the forward of a model that nobody needs afterwards: its parameters and buffers become zeros on the CPU.
+    """Run the forward of a model and record it. The model's parameters and buffers become zeros on the CPU.
 
-    All tensors are on the CPU, whatever device the model names. Tensors that do not depend on a parameter have their
-    values (masks, positions), so that a forward may branch on them.
+    All tensors are on the CPU, also where the model names another device. Tensors that depend on no parameter have the
+    right values (masks, positions), so that a forward may branch on them.
 
     Returns:
         The trace, the model's input and output, and the mode in which further forwards of the model run.
@@ -140,19 +142,20 @@ def _in_dtype(dtype: torch.dtype | None, leaf: Any) -> Any:
 
 
 def _call(mode: OnZeros, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    began, arguments, state = mode.tick(), tree_leaves((args, kwargs)), _state_of_program()
+    began, arguments, state = mode.tick(), tree_leaves((args, kwargs)), _random_state()
     out = module(*args, **kwargs)
     results, structure = tree_flatten(out)
     others = tuple((slot, type(leaf)) for slot, leaf in enumerate(results) if not isinstance(leaf, Tensor))
-    draws = state != _state_of_program()
+    draws = state != _random_state()
     both = mode.leaves_of(arguments), mode.leaves_of(results)
     mode.trace.calls.append(Call(name, began, mode.tick(), *both, others, structure, draws))
     return out
 
 
-def _state_of_program() -> tuple[Any, Any]:
-    of_numpy: Any = np.random.get_state(legacy=False)
-    return random.getstate(), (of_numpy["state"]["pos"], of_numpy["state"]["key"].tobytes(), of_numpy["gauss"])
+def _random_state() -> tuple[Any, Any]:
+    """Return the states of the global generators of Python and numpy."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), (state["state"]["pos"], state["state"]["key"].tobytes(), state["gauss"])
 
 
 class OnZeros(OperatorMode):
@@ -216,12 +219,12 @@ class OnZeros(OperatorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.trace.draws.append(self._time)
         reads = frozenset[int]()
-        if func.overloadpacket not in _SHAPE_ONLY:
+        if func.overloadpacket not in _VALUE_FREE:
             reads = frozenset(filter(self.depends, keys))
         written = list(tensors_written(func, args, kwargs))
         for key in filter(self._names.get, map(self.key_of, written)):
             if key not in self.trace.parameters:
-                self.trace.rewrites.append((self._names[key], self._time, _line()))
+                self.trace.rewrites.append((self._names[key], self._time, _user_line()))
         out = compute(func, args, kwargs) if reads and not written else func(*args, **kwargs)
         if func.overloadpacket in EMPTY:
             out.zero_()
@@ -237,7 +240,7 @@ class OnZeros(OperatorMode):
         self._alive += [tensor.untyped_storage() for tensor in (*results, *written) if tensor.layout == torch.strided]
         for key in makes | writes:
             dependent.setdefault(key, self._time)
-        self.trace.operations.append(Operation(self._time, reads, makes - writes, writes, asks, _line()))
+        self.trace.operations.append(Operation(self._time, reads, makes - writes, writes, asks, _user_line()))
 
 
 class _Asked(TorchFunctionMode):
@@ -263,11 +266,11 @@ def _is_whole(tensor: Tensor) -> bool:
     return storage.nbytes() == tensor.numel() * tensor.itemsize and 0 not in tensor.stride()
 
 
-def _line() -> str:
-    return next(_users_lines(), "")
+def _user_line() -> str:
+    return next(_user_lines(), "")
 
 
-def _users_lines() -> Iterator[str]:
+def _user_lines() -> Iterator[str]:
     frame = sys._getframe(2)
     while frame is not None:
         if is_users(frame.f_code.co_filename):

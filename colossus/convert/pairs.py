@@ -101,7 +101,8 @@ def _with_two_roles(trials: Sequence[PairTrial]) -> dict[str, str]:
     for trial in trials:
         for name, role in trial.roles.items():
             roles[name].add(role)
-    return {name: "is called with whole and with split features" for name, several in roles.items() if len(several) > 1}
+    twofold = [name for name, roles_of_name in roles.items() if len(roles_of_name) > 1]
+    return dict.fromkeys(twofold, "is called with whole and with split features")
 
 
 def _combine(

@@ -22,7 +22,7 @@ from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, made_by_layer
-from colossus.layout.parameter_hooks import copy_hooks, is_of_colossus, take_attributes
+from colossus.layout.parameter_hooks import copy_attributes, copy_hooks, is_of_colossus
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
@@ -68,7 +68,7 @@ def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
         return None
     for logical in logical_parameters(model, keep_ties=True):
         parameter = copied.get_parameter(logical.name)
-        take_attributes(parameter, logical.parameter)
+        copy_attributes(parameter, logical.parameter)
         if not logical.shard_name:
             copy_hooks(parameter, engine.store.computed(logical.parameter), logical.parameter)
     return copied

@@ -24,7 +24,7 @@ from colossus.layers.derived_batch_norm import DerivedBatchNorm
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import LMHead
 from colossus.layers.routed_experts import RoutedExperts
-from colossus.layout.parameter_hooks import take_attributes, take_hooks, user_hooks
+from colossus.layout.parameter_hooks import copy_attributes, share_hooks, user_hooks
 
 #: the kinds of a linear: one of a pair, a head that returns its part of the logits, or a lone layer
 COLUMN, ROW, HEAD, WHOLE = LINEARS = ("column", "row", "head", "whole")
@@ -161,8 +161,8 @@ class Swapper:
             if parameter is not None:
                 new = self._parameters.setdefault(id(parameter), getattr(layer, leaf))
                 setattr(layer, leaf, new.requires_grad_(parameter.requires_grad))
-                take_attributes(new, parameter)
-                take_hooks(new, parameter)
+                copy_attributes(new, parameter)
+                share_hooks(new, parameter)
         take_mode_and_hooks(layer, module)
         of_class = class_attributes(module, torch_class_of(module))
         vars(layer).update({key: value for key, value in of_class.items() if not hasattr(layer, key)})

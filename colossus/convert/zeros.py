@@ -12,6 +12,11 @@ _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 #: operators that return uninitialised memory
 EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+#: operators that use only the shape and dtype of their first tensor
+SHAPE_ONLY = {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
+    _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
+}  # fmt: skip
 #: tags of operators that return Python numbers, or a shape that depends on values
 ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: with operands of this many elements a result is set to zeros; zeros of more elements than the second take no memory

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from colossus.arithmetic import counted
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.sources import EndOfData, MapSource, Source
 from colossus.data.tokenizer import DatasetTokenizer
@@ -120,9 +121,9 @@ class Loader:
             return self._state(num_back=self.num_untrained)
         if self.num_untrained:
             log.warning(
-                "a checkpoint is saved with %d batch(es) taken from the loader and not trained on: a run that resumes "
-                "from it does not see them. Save after engine.train_step, before the next batch is taken",
-                self.num_untrained,
+                "a checkpoint is saved with %s taken from the loader and not trained on: a run that resumes from it "
+                "does not see them. Save after engine.train_step, before the next batch is taken",
+                counted(self.num_untrained, "batch", "es"),
             )
         return self._state(num_back=0)
 

@@ -26,7 +26,9 @@ def marks_of(samples: Sequence[Any]) -> Marks:
         for sample in samples[:NUM_MARKED]
     ]
     first = by_sample[0] if by_sample else {}
-    return {path: tuple(one[path] for one in by_sample) for path in first if all(path in one for one in by_sample)}
+    return {
+        path: tuple(marks[path] for marks in by_sample) for path in first if all(path in marks for marks in by_sample)
+    }
 
 
 def marks_of_batch(batch: Batch) -> Marks:

@@ -117,8 +117,8 @@ class PerReplica(AllReduce):
     def wait_before_close(self) -> None:
         """Wait for the other replicas before links close that they may need.
 
-        Not where no step was made since the last sync point, nor after an exception: the others notice that the links
-        close.
+        It returns at once if no step was made since the last sync point, and after an exception, which the others
+        notice by the links that close.
         """
         if self._is_apart and sys.exception() is None:
             self.sync_point()

@@ -68,8 +68,8 @@ def operands(pool: Tensor, *shapes: tuple[int, int]) -> list[list[Tensor]]:
     if len(pool) < size:
         pool = pool.repeat(-(-size // len(pool)))
     return [
-        [part.view(shape) for part, shape in zip(one.split(numbers), shapes, strict=True)]
-        for one in pool[: count * size].split(size)
+        [part.view(shape) for part, shape in zip(elements.split(numbers), shapes, strict=True)]
+        for elements in pool[: count * size].split(size)
     ]
 
 

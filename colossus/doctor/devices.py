@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colossus.arithmetic import byte_count
+from colossus.arithmetic import byte_count, counted
 from colossus.context.visible_devices import VARIABLE, explain_visible
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -67,10 +67,11 @@ def advise_devices(report: dict[str, Any]) -> list[str]:
         if used > 0.1 * device["memory_bytes"]:
             advice.append(f"{byte_count(used)} of device {number} are used by other processes: `nvidia-smi` names them")
     if report["apart"]:
-        one, other = report["apart"][0]
+        first, second = report["apart"][0]
+        pairs = counted(len(report["apart"]), "such pair")
         advice.append(
-            f"devices {one} and {other} do not reach each other directly ({len(report['apart'])} such pair(s)): their "
-            f"messages go through the host's memory. Virtual machines and IOMMU (ACS) are possible causes"
+            f"devices {first} and {second} do not reach each other directly ({pairs}): their messages "
+            f"go through the host's memory. Virtual machines and IOMMU (ACS) are possible causes"
         )
     return advice
 
@@ -82,8 +83,9 @@ def _advise_none() -> list[str]:
     if os.environ.get(VARIABLE) is not None:
         return [explain_visible(os.environ, 0)]
     return [
-        f"this machine has {count} NVIDIA device(s), but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
-        f"use them: is it built with CUDA, and does the driver ({_driver()}) support that version? Run `nvidia-smi`"
+        f"this machine has {counted(count, 'NVIDIA device')}, but torch {torch.__version__} (CUDA "
+        f"{torch.version.cuda}) cannot use them: is it built with CUDA, and does the driver ({_driver()}) support that "
+        f"version? Run `nvidia-smi`"
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 import colossus
 from colossus import machine
-from colossus.arithmetic import byte_count
+from colossus.arithmetic import byte_count, counted
 from colossus.doctor import environment, network
 from colossus.doctor.devices import advise_devices, device_rows, examine_devices
 
@@ -94,7 +94,12 @@ def _between_ranks(nproc: int, cuda: bool) -> tuple[list[tuple[str, str]], str]:
 def _advise_cores(nproc: int, cores: int, gpus: int) -> list[str]:
     advice = []
     if not gpus and nproc > cores:
-        advice.append(f"{nproc} ranks share {cores} core(s): right for trying things out, slower than {cores} rank(s)")
+        advice.append(
+            f"{nproc} ranks share {counted(cores, 'core')}: right for trying things out, slower than "
+            f"{counted(cores, 'rank')}"
+        )
     if 0 < gpus < nproc:
-        advice.append(f"{nproc} ranks, but {gpus} GPU(s): measured on CPUs with gloo; use --nproc {gpus} for the GPUs")
+        advice.append(
+            f"{nproc} ranks, but {counted(gpus, 'GPU')}: measured on CPUs with gloo; use --nproc {gpus} for the GPUs"
+        )
     return advice

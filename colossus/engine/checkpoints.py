@@ -149,7 +149,7 @@ class Checkpoints(Saves):
 
     def _require_none_later(self, until: int) -> None:
         """Raise CheckpointError if the run has later saves only: it neither starts anew nor removes them."""
-        later = [path.name for path, step in folder.named(self.root).items() if step > until]
+        later = [path.name for path, step in folder.checkpoint_steps(self.root).items() if step > until]
         if later and until >= self._config.every:
             raise CheckpointError(
                 f"{self.root}: the run must go back to step {until} or before, but has only later checkpoints: "

@@ -71,12 +71,12 @@ class DataCheck:
         own = context.index("data"), (getattr(source, "num_samples", None), source.marks)
         by_index: dict[int, tuple[int | None, Marks | None]] = dict(all_gather_object(own, self._world))
         entries = sorted(by_index.items())
-        if all(several is not None for _, (_, several) in entries):
+        if all(marks_of_rank is not None for _, (_, marks_of_rank) in entries):
             self._compared.append(source)
         ranks_of: dict[int | None, list[int]] = {}
         for index, (length, _) in entries:
             ranks_of.setdefault(length, []).append(index)
-        marks = {index: several or {} for index, (_, several) in entries}
+        marks = {index: marks_of_rank or {} for index, (_, marks_of_rank) in entries}
         what = f"{key}: {source.name}"
         if source.per_rank:
             self._require_own_samples(marks, what)

@@ -28,10 +28,11 @@ SMALLEST_SCALE = 2.0**-14
 
 
 class NonFiniteGradients(FloatingPointError):
-    """A step had gradients that are not finite, and should not be skipped. It counts, and changed no parameter.
+    """The error for a step with gradients that are not finite. The step is counted, and has changed no parameter.
 
-    It is raised on all ranks with the same message, once a step is complete: that step, or, on an accelerator, where
-    nothing waits for the norm, the next. So a loop that catches it continues with the next batch, and has lost none.
+    All ranks raise it with the same message when a step is complete: that step on the CPU, the next step on an
+    accelerator, where the host does not wait for the norm. A loop that catches it continues with the next batch, and
+    has lost none.
 
     Attributes:
         step: number of the step, from 1.
@@ -56,12 +57,11 @@ class _Numbers(NamedTuple):
 
 
 class GradientWatch:
-    """Checks the norm of each step: if it is not finite, all ranks skip the step, and then report or raise.
+    """The check of the gradient norm in each step: if it is not finite, all ranks skip the step, and report or raise.
 
     All ranks see the same norm. Only if it is not finite do they exchange the names of parameters. On an accelerator
-    nothing waits for the norm: the report, and the error, come with the next step. After the last step of
-    ``train.steps``, and before a save, the norm is waited for. Under an inexact strategy the ranks are those of a
-    replica.
+    the host does not wait for the norm, so the report or the error comes with the next step. It does wait after the
+    last step of ``train.steps`` and before a save. Under an inexact strategy the ranks are those of a replica.
 
     Args:
         train: the section ``train``.
@@ -105,7 +105,7 @@ class GradientWatch:
             loss_sum: sum of this rank alone.
 
         Returns:
-            Whether the step must change nothing, a bool scalar; None if it is known that it may.
+            A bool scalar, whether the step must be skipped; None where the host knows already that it need not be.
         """
         scale = None if self._scaler is None else self._scaler.scale.clone()
         numbers = _Numbers(step, loss_sum, self._norm.norms, scale)
@@ -164,13 +164,13 @@ class GradientWatch:
 
     def _skip_or_raise(self, numbers: _Numbers) -> None:
         """Report a step whose gradients were not finite, or record the error to raise. Collective over the ranks."""
-        step, most, scale = numbers.step, self._train.max_skips, numbers.loss_scale
+        step, max_skips, scale = numbers.step, self._train.max_skips, numbers.loss_scale
         norms = [] if numbers.norms is None else numbers.norms.tolist()
         bad = [
             spec_of(param).name for param, norm in zip(self._norm.params, norms, strict=True) if not math.isfinite(norm)
         ]
         by_rank = all_gather_object((numbers.loss_sum.item(), bad), self._group)
-        # infinities spread with backward: they began at or after the last of these parameters
+        # backward spreads infinities: they began at the last of these parameters, or in what follows it
         parameters = sorted(
             {name for _, names in by_rank for name in names}, key=lambda name: -self._order.get(name, -1)
         )
@@ -188,10 +188,10 @@ class GradientWatch:
                 ". The step changed nothing. train.on_nonfinite = 'skip' skips such a step and continues, at most "
                 "train.max_skips times in a row"
             )
-        elif self._num_in_row > most:
-            remedy = f". It is step {self._num_in_row} of that kind in a row, and train.max_skips = {most}"
+        elif self._num_in_row > max_skips:
+            remedy = f". It is step {self._num_in_row} of that kind in a row, and train.max_skips = {max_skips}"
         else:
-            self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
+            self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {max_skips})")
             return
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
         self._failure = self._failure or NonFiniteGradients(words + remedy + anomaly, step, parameters)
@@ -215,14 +215,14 @@ class LossScaler:
     It is doubled after a number of steps without an overflow, and halved by each overflow, whose step is skipped
     (Micikevicius et al., 1710.03740, section 3.2).
 
-    As there, it is the scale of the gradient of the *mean* loss. The engine backpropagates sums, which are larger by
-    the number of tokens. So a loss is multiplied by the scale over n, a power of two near that number, by which a
+    As in torch, it is the scale of the gradient of the *mean* loss. The engine backpropagates sums, which are larger by
+    the number of tokens. So it multiplies a loss by scale / n, where n is a power of two near that number, so that the
     division is exact. n is the count of the loss function in the first step, the same under every plan. In the first
     step itself it is computed from the shapes of the batch, and all ranks agree on it. While `train.batch_ramp` grows
     the batch, n stays, and the scale falls as needed.
 
     Args:
-        options: options; None: the defaults.
+        options: ``train.loss_scale``; None for its defaults.
         context: the rank's context.
         batch_size: samples of the global batch.
 
@@ -263,8 +263,8 @@ class LossScaler:
             self._is_first = False
             assert self._num_tokens is not None
             mantissa, _ = torch.frexp(count)  # between 1/2 and 1, so that the division is exact
-            below = (count / mantissa / 2).float()
-            self._num_tokens = torch.where(count.isfinite() & (count >= 1), below, self._num_tokens)
+            power_of_two = (count / mantissa / 2).float()  # the largest that is not above the count
+            self._num_tokens = torch.where(count.isfinite() & (count >= 1), power_of_two, self._num_tokens)
         overflow = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
         before = self.scale.clone(), self._growth_tracker.clone()
         torch._amp_update_scale_(self.scale, self._growth_tracker, overflow, GROWTH, BACKOFF, self._growth_interval)

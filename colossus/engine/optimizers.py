@@ -190,7 +190,7 @@ def make_optimizer(
     try:
         if factory is not None:
             return factory(list(named))
-        params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
+        params: list[Any] = [param for _, param in named] if groups is None else groups.for_optimizer(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
             whole = importlib.import_module("colossus.optim.whole")  # imported only if it is used

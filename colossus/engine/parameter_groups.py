@@ -42,12 +42,12 @@ class ParameterGroups:
         self.group_of[name] = self.options.index(options)
 
     def set_apart(self, names: Iterable[str], **options: Any) -> None:
-        """Move parameters into groups of their own, which have ``options``, too."""
+        """Move parameters into groups of their own, with ``options`` in addition to those of their group."""
         for name in names:
             self.add(name, {**self.options[self.group_of[name]], **options})
 
-    def of(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return a rank's groups for an optimizer of torch, with the parameters that the rank trains."""
+    def for_optimizer(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """Return the groups that a rank passes to an optimizer of torch, with the parameters that it trains."""
         groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
         for name, param in named:
             groups[self.group_of[name]]["params"].append(param)
@@ -55,7 +55,14 @@ class ParameterGroups:
 
 
 def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
-    """Return the groups of a whole model, on the meta device, and freeze its frozen parameters; None without groups.
+    """Return the groups of a whole model, and freeze the parameters that its rules freeze.
+
+    Args:
+        section: the section ``optimizer``.
+        model: the model before a pipeline splits it, on the meta device.
+
+    Returns:
+        The groups; None where the section has neither ``groups`` nor ``layer_decay``.
 
     Raises:
         ConfigError: if a pattern matches no parameter or only some rows of a fused parameter, a model has no blocks for

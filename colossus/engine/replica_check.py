@@ -62,12 +62,10 @@ class ReplicaCheck:
     """Compares the parameters of ranks with the same shard, every so many steps, by one number for all of them.
 
     A parameter has copies along the axes that do not shard it, neither for compute nor for storage, and on the pipeline
-    ranks that share a tied one. With h its checksum and n ranks with a copy, the first of them adds (n - 1) h and the
-    others
-    -h, all
-    modulo 2^64, so that the total over the ranks is 0 if they agree. If it is not 0, the checksums themselves are
-    exchanged. Rows that ZeRO stores once have no copy. Under an inexact strategy replicas are not compared with each
-    other, but the ranks of a replica are.
+    ranks that share a tied one. With h its checksum and n ranks with a copy, the first of them adds (n - 1) h and each
+    other one subtracts h, modulo 2^64, so that the total over the ranks is 0 if they agree. If it is not 0, the
+    checksums themselves are exchanged. Rows that ZeRO stores once have no copy. Under an inexact strategy replicas are
+    not compared with each other, but the ranks of a replica are.
 
     On an accelerator nothing waits for the total: it is checked after the next step, but after the last step at once.
 

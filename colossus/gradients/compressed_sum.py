@@ -272,5 +272,5 @@ class PowerSum(CompressedSum):
 
 
 def _split_as(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    for piece, one in zip(flat.split([one.numel() for one in like]), like, strict=True):
-        yield piece.view(one.shape)
+    for piece, tensor in zip(flat.split([tensor.numel() for tensor in like]), like, strict=True):
+        yield piece.view(tensor.shape)

@@ -52,7 +52,7 @@ def has_few_open_files() -> bool:
 
 
 def _disk_advice(folders: Iterable[str | os.PathLike[str] | None]) -> str:
-    """Return a line that names those of the folders whose disk is full."""
+    """Return a line that names the folders whose disk is full."""
     full = []
     for folder in folders:
         if (
@@ -65,7 +65,7 @@ def _disk_advice(folders: Iterable[str | os.PathLike[str] | None]) -> str:
 
 
 def is_out_of_memory(messages: Iterable[str]) -> bool:
-    """Return whether an error, or a cause of it, is of memory that has run out."""
+    """Return whether the message of an error, or of a cause of it, says that memory ran out."""
     return any(word in message for message in messages for word in _MEMORY_ERRORS)
 
 
@@ -74,7 +74,7 @@ def memory_advice(config: Config, message: str, step: int | None) -> str:
 
     Args:
         config: the config of the run.
-        message: the message of the error, which has the numbers.
+        message: the message of the error, from which numbers of bytes are taken.
         step: the step that was running, None before the first.
     """
     train, parallel, microbatches = config.train, config.parallel, config.schedule.microbatches

@@ -28,8 +28,8 @@ from colossus.launch.restarts import Restarts
 from colossus.launch.servers import Servers, num_servers
 from colossus.launch.stop import STOP_SIGNALS, RankFiles, made_rank_files
 
+#: the time from the first failed rank to the stop signal: the culprit may still write its record when a victim ends
 RECORD_SECONDS = 0.5
-"""The time from the first failed rank to the stop signal: the culprit may still write its record when a victim ends."""
 
 _LOOK_SECONDS = 0.1
 #: the interval at which the first node looks for new nodes

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from colossus import machine
-from colossus.arithmetic import factors
+from colossus.arithmetic import counted, factors
 from colossus.checkpoint.weight_sources import describe_weights
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_zero
@@ -50,7 +50,7 @@ def run(
         overrides: its overrides.
         nproc: the processes of each node; by default the product of the plan's sizes, shared out over the nodes.
         run_dir: the run folder, by default ``runs/<name>-<time>``.
-        nnodes: the least and the largest number of nodes, on each of which this command runs.
+        nnodes: the smallest and the largest number of nodes, on each of which this command runs.
         rdzv_endpoint: ``host:port`` of one of the nodes, at which they meet.
         resume: resume from the latest checkpoint, in its run folder (`resume.choose`).
         dry_run: print a description of the run and start nothing.
@@ -64,7 +64,7 @@ def run(
         overrides = [*overrides, f"launch.restarts.max={max_restarts}"]
     try:
         if nnodes[1] > 1 and slurm.is_one_of_a_node(os.environ):
-            joined, rdzv_endpoint = None, rdzv_endpoint or slurm.meeting_point(os.environ)
+            joined, rdzv_endpoint = None, rdzv_endpoint or slurm.rendezvous_endpoint(os.environ)
         else:
             joined = worker_variables(os.environ)
         if joined is not None:
@@ -73,25 +73,25 @@ def run(
             return _join(config_path, overrides, joined, nproc, run_dir, resume)
         nodes = NodeRange(*nnodes)
         planner = NodePlans(config_path, overrides, nproc, nodes, rdzv_endpoint)
-        (config, overrides, lines), local_ranks = planner.of_most, planner.local_ranks
+        (config, overrides, lines), local_ranks = planner.max_plan, planner.local_ranks
         find_origin = partial(choose, config, run_dir=run_dir, resume=resume)
         # with several nodes the first one looks, and which that is depends on the rendezvous
-        origin = find_origin() if nodes.most == 1 or dry_run else None
+        origin = find_origin() if nodes.max_nodes == 1 or dry_run else None
         if origin is not None:
             origin.check()
         check_restart_keys(config)
-        check_devices(config, local_ranks, nodes.most)
+        check_devices(config, local_ranks, nodes.max_nodes)
         model = check_model(config)
         check_data(config)
         if dry_run:
-            print("\n".join([describe(config, model, origin, local_ranks, nodes.most), *lines[1:]]))
+            print("\n".join([describe(config, model, origin, local_ranks, nodes.max_nodes), *lines[1:]]))
             return DONE
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
     if lines:
         print("\n".join(lines), flush=True)
-    _prepare_environment(local_ranks, nodes.most)
+    _prepare_environment(local_ranks, nodes.max_nodes)
     try:
         # torch's elastic is imported here, since errors in the config do not need it
         from colossus.launch.agent import Job
@@ -100,7 +100,7 @@ def run(
 
         begin = origin.take if origin is not None else lambda: find_origin().take()
         rendezvous = None
-        if nodes.most > 1:
+        if nodes.max_nodes > 1:
             rendezvous = Rendezvous(rdzv_endpoint or "", nodes, config.launch.rejoin_seconds)
         return run_attempts(Job(planner.plan, config_path, local_ranks, rendezvous), config, begin)
     except ConfigError as error:  # of the run folder, on the first node
@@ -159,7 +159,7 @@ def _join(
     if any(without_effect.values()) and joined["RANK"] == "0":
         keys = " and ".join(key for key, is_set in without_effect.items() if is_set)
         text = f"{keys}: without effect under torchrun and srun, which have restarts of their own"
-        print(f"colossus: {text} (with checkpoint.resume=auto they go on)", file=sys.stderr)
+        print(f"colossus: {text} (with checkpoint.resume=auto they continue)", file=sys.stderr)
     machine.raise_open_files()
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
@@ -228,14 +228,15 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     modes = [f"{name} mode {section.mode}" for name, section in sections if section.size > 1]
     modes += filter(None, [describe_zero(parallel)])
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
-    threads = f"{machine.threads_per_rank(local_ranks)} thread(s) each, {machine.usable_cores()} cores here"
+    threads = f"{counted(machine.threads_per_rank(local_ranks), 'thread')} each, {machine.usable_cores()} cores here"
     parameters = "not known before the model is built"
     if model is not None:
         on_rank = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
         parameters = f"{model.num_parameters:,} in the model{on_rank}"
     samples = getattr(model_options(config), "samples", "sequences")
     factors_of_batch = (
-        f"{data} data rank(s) x {microbatches} microbatch(es) x {train.global_batch_size // data // microbatches}"
+        f"{counted(data, 'data rank')} x {counted(microbatches, 'microbatch', 'es')} x "
+        f"{train.global_batch_size // data // microbatches}"
     )
     rows = [
         ("plan", f"{factors(sizes)} = {grid.world_size} processes" + (f" ({', '.join(modes)})" if modes else "")),

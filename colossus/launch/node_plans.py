@@ -11,13 +11,13 @@ from colossus.launch.checks import check_required
 
 
 class NodeRange(NamedTuple):
-    """The least and the largest number of nodes of a run."""
+    """The smallest and the largest number of nodes of a run."""
 
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
 
     def __str__(self) -> str:
-        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+        return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
 class NodePlans:
@@ -28,15 +28,15 @@ class NodePlans:
         overrides: its overrides.
         nproc: the processes of each node; None: those of the config's plan, shared out over the largest number of
             nodes.
-        nodes: the numbers of nodes.
-        endpoint: the host:port at which they meet.
+        nodes: the smallest and the largest number of nodes.
+        endpoint: the host:port of the rendezvous.
 
     Attributes:
-        of_most: the plan for the largest number of nodes.
+        max_plan: the plan for the largest number of nodes.
         local_ranks: the processes of each node.
 
     Raises:
-        ConfigError: there is no plan for the largest or for the least number of nodes.
+        ConfigError: there is no plan for the largest or for the smallest number of nodes.
     """
 
     def __init__(
@@ -45,33 +45,33 @@ class NodePlans:
         self._path, self._overrides, self._nodes = config_path, overrides, nodes
         #: number of nodes -> its plan; None where no plan fits
         self._plans: dict[int, Planned | None] = {}
-        total = nproc * nodes.most if nproc is not None else None
-        self.of_most = load_planned(config_path, self._overrides, total, hosts=nodes.most)
-        config = self.of_most.config
+        total = nproc * nodes.max_nodes if nproc is not None else None
+        self.max_plan = load_planned(config_path, self._overrides, total, hosts=nodes.max_nodes)
+        config = self.max_plan.config
         check_required(config)
-        self.local_ranks = _local_ranks(world_size(config.parallel), nodes.most, endpoint)
-        if nodes.least < nodes.most:
+        self.local_ranks = _local_ranks(world_size(config.parallel), nodes.max_nodes, endpoint)
+        if nodes.min_nodes < nodes.max_nodes:
             _check_range(config, nodes)
             if config.launch.min_processes is None:
-                self._overrides = [*overrides, f"launch.min_processes={nodes.least * self.local_ranks}"]
-            self._plans[nodes.most] = self.of_most
-            self._load(nodes.least)
+                self._overrides = [*overrides, f"launch.min_processes={nodes.min_nodes * self.local_ranks}"]
+            self._plans[nodes.max_nodes] = self.max_plan
+            self._load(nodes.min_nodes)
 
     def plan(self, num_nodes: int) -> tuple[Planned, int]:
-        """Return the plan for the largest number of nodes, at most ``num_nodes``, that one fits; and that number."""
-        if self._nodes.least == self._nodes.most:
-            return self.of_most._replace(lines=[]), num_nodes
-        for number in range(num_nodes, self._nodes.least, -1):
+        """Return the plan for the largest number of nodes, at most ``num_nodes``, that a plan fits; and that number."""
+        if self._nodes.min_nodes == self._nodes.max_nodes:
+            return self.max_plan._replace(lines=[]), num_nodes
+        for number in range(num_nodes, self._nodes.min_nodes, -1):
             if number not in self._plans:
                 try:
                     self._load(number)
                 except ConfigError:
                     self._plans[number] = None
             if (plan := self._plans[number]) is not None:
-                return (plan._replace(lines=[]) if number == self._nodes.most else plan), number
-        least = self._plans[self._nodes.least]
-        assert least is not None
-        return least, self._nodes.least
+                return (plan._replace(lines=[]) if number == self._nodes.max_nodes else plan), number
+        smallest = self._plans[self._nodes.min_nodes]
+        assert smallest is not None
+        return smallest, self._nodes.min_nodes
 
     def _load(self, num_nodes: int) -> None:
         plan = load_planned(self._path, self._overrides, num_nodes * self.local_ranks, hosts=num_nodes)
@@ -82,9 +82,9 @@ class NodePlans:
 def _check_range(config: Config, nodes: NodeRange) -> None:
     restarts = config.launch.restarts
     if restarts is None or not restarts.max:
-        raise ConfigError(f"--nnodes {nodes}: a run goes on with fewer nodes by a restart: set launch.restarts")
+        raise ConfigError(f"--nnodes {nodes}: a run continues with fewer nodes by a restart: set launch.restarts")
     if not config.checkpoint.every:
-        raise ConfigError(f"--nnodes {nodes}: a run goes on with more nodes from a checkpoint: set checkpoint.every")
+        raise ConfigError(f"--nnodes {nodes}: a run continues with more nodes from a checkpoint: set checkpoint.every")
 
 
 def _local_ranks(processes: int, nodes: int, endpoint: str | None) -> int:

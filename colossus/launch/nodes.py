@@ -24,20 +24,20 @@ from colossus.launch.outcome import NodeEnd
 from colossus.launch.rendezvous import Rendezvous
 from colossus.launch.stop import GRACE_SECONDS
 
+#: the interval of heartbeats, and of looks at those of the other nodes
 BEAT_SECONDS = 0.5
-"""The interval of heartbeats, and of looks at those of the other nodes."""
 
+#: the silence after which a node counts as gone. (A suspended launcher is silent, and its ranks go on.)
 SILENCE_SECONDS = 30.0
-"""The silence after which a node counts as gone. (A suspended launcher is silent, and its ranks go on.)"""
 
+#: the same when the ranks of this node have ended already
 SILENCE_AFTER_END_SECONDS = 8.0
-"""The same when the ranks of this node have ended already."""
 
+#: the longest wait of a node, whose ranks have failed or were stopped, for the ends of the other live nodes
 END_SECONDS = GRACE_SECONDS + 8.0
-"""The longest wait of a node, whose ranks have failed or were stopped, for the ends of the other live nodes."""
 
+#: the longest that the node with the store stays for the others to read its end
 FAREWELL_SECONDS = 2.0
-"""The longest that the node with the store stays for the others to read its end."""
 
 
 _END = TypeAdapter(NodeEnd)

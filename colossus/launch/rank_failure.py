@@ -21,11 +21,11 @@ from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import rank_causes
 from colossus.launch.stop import RankFiles, StopSignals, exit_code
 
+#: the interval at which NCCL's watchdogs are asked
 LOOK_SECONDS = 0.5
-"""The interval at which NCCL's watchdogs are asked."""
 
+#: the time in which the main thread may itself report an error of NCCL, of which it knows more
 _MAIN_THREAD_SECONDS = 2.0
-"""The time in which the main thread may itself report an error of NCCL, of which it knows more."""
 
 
 @dataclass

@@ -15,14 +15,14 @@ from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles
 from colossus.python_process import python_words
 
+#: the time from the stop signal, or the last heartbeat, to SIGKILL; workers that can run end themselves before
 KILL_SECONDS = GRACE_SECONDS + 0.5
-"""The time from the stop signal, or the last heartbeat, to SIGKILL; workers that can run end themselves before."""
 
+#: the time after which a line tells the user what a stop waits for
 SAY_SECONDS = 3.0
-"""The time after which a line tells the user what a stop waits for."""
 
+#: the time after which a Ctrl-C counts as a second one; a terminal sends the first to all processes
 AGAIN_SECONDS = 1.0
-"""The time after which a Ctrl-C counts as a second one; a terminal sends the first to all processes."""
 
 
 def note_stop_signals(outcome: Outcome) -> None:

@@ -22,14 +22,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from colossus.launch.node_plans import NodeRange
 
+#: the time after which the user is told that the launcher waits for other nodes
 SAY_SECONDS = 15.0
-"""The time after which the user is told that the launcher waits for other nodes."""
 
+#: the longest wait of a node for the others; and for a place in a running job, where their number may vary
 _JOIN_SECONDS, _WAIT_SECONDS = 600, 7 * 24 * 3600
-"""The longest wait of a node for the others, and where their number may vary, for a place in a run that goes on."""
 
+#: the interval of heartbeats in the rendezvous, and the number of missed ones after which a node counts as gone
 _ALIVE_SECONDS, _MISSED = 2, 5
-"""The interval of heartbeats in the rendezvous, and the number of missed ones after which a node counts as gone."""
 
 #: without it, torch shares the first round's store, and later rounds would wait for an address that no node sets
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -40,12 +40,12 @@ class Round(NamedTuple):
 
     Attributes:
         store: a store of the round's own.
-        place: this node's number in it.
+        node_rank: this node's number in it, from 0.
         num_nodes: the number of nodes.
     """
 
     store: Any
-    place: int
+    node_rank: int
     num_nodes: int
 
 
@@ -54,8 +54,8 @@ class Rendezvous:
 
     Args:
         endpoint: ``host:port``; the first launcher there that can listen holds the store of the whole run.
-        nodes: the numbers of nodes.
-        rejoin_seconds: the time for which a round with the least number of nodes waits for more.
+        nodes: the smallest and the largest number of nodes.
+        rejoin_seconds: the time for which a round with the smallest number of nodes waits for more.
 
     Attributes:
         holds_store: whether the store of the run is in this process.
@@ -68,17 +68,17 @@ class Rendezvous:
         self.holds_store = self._has_joined = False
 
     def join(self) -> Round:
-        """Leave the round before, and wait until the next is complete.
+        """Leave the previous round, and wait until the next is complete.
 
-        It is complete when the largest number of nodes is there, or the least number and no other node has come for
-        ``rejoin_seconds``.
+        A round is complete when the largest number of nodes is there, or the smallest number and no other node has come
+        for ``rejoin_seconds``.
 
         Raises:
-            RuntimeError: the nodes do not meet, or the run is over.
+            RuntimeError: the nodes do not come together in time, or the run is over.
         """
-        text = f"colossus: waiting at {self.endpoint} until all {self.nodes.most} nodes are there"
-        if self.nodes.least < self.nodes.most:
-            text += f", or for {self._rejoin_seconds} s when {self.nodes.least} are"
+        text = f"colossus: waiting at {self.endpoint} until all {self.nodes.max_nodes} nodes are there"
+        if self.nodes.min_nodes < self.nodes.max_nodes:
+            text += f", or for {self._rejoin_seconds} s when {self.nodes.min_nodes} are"
         timer = threading.Timer(SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
         timer.daemon = True
         timer.start()
@@ -86,7 +86,7 @@ class Rendezvous:
         os.environ[_NO_SHARED_STORE] = "1"
         try:
             if self._handler is None:
-                self._handler, self.holds_store = self._make()
+                self._handler, self.holds_store = self._make_handler()
             info: Any = self._handler.next_rendezvous()
         except RendezvousClosedError:
             raise RuntimeError("the run there is over: one of its nodes has ended it") from None
@@ -95,7 +95,7 @@ class Rendezvous:
                 raise RuntimeError(f"no launcher can be reached there: {_first_line(error)}") from error
             raise RuntimeError("the launcher that held the rendezvous has gone, and with it the run") from error
         except RendezvousError as error:
-            raise RuntimeError(_first_line(error) or "the nodes have not met in time") from error
+            raise RuntimeError(_first_line(error) or "not all nodes have come in time") from error
         finally:
             timer.cancel()
             del os.environ[_NO_SHARED_STORE]
@@ -113,8 +113,8 @@ class Rendezvous:
 
     @property
     def can_leave(self) -> bool:
-        """Return whether the other nodes can go on without this launcher."""
-        return self.nodes.least < self.nodes.most and not self.holds_store
+        """Return whether the other nodes can continue without this launcher."""
+        return self.nodes.min_nodes < self.nodes.max_nodes and not self.holds_store
 
     def close(self) -> None:
         """End the rendezvous, and with it the run for all nodes."""
@@ -122,19 +122,19 @@ class Rendezvous:
             with contextlib.suppress(RendezvousError, RuntimeError):
                 self._handler.shutdown()
 
-    def _make(self) -> tuple[RendezvousHandler, bool]:
-        """Make elastic's handler, and return it with whether its store is in this process."""
-        # torch's loggers set their own levels, so they are silenced here, in favour of the one block of `report`
+    def _make_handler(self) -> tuple[RendezvousHandler, bool]:
+        """Make the rendezvous handler of torch's elastic, and return it, and whether its store is in this process."""
+        # torch's loggers set their own levels, so they are silenced here: `colossus.launch.report` says it once
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
         options: dict[str, Any] = {
-            "join_timeout": _JOIN_SECONDS if self.nodes.least == self.nodes.most else _WAIT_SECONDS,
+            "join_timeout": _JOIN_SECONDS if self.nodes.min_nodes == self.nodes.max_nodes else _WAIT_SECONDS,
             "last_call_timeout": self._rejoin_seconds,
             "keep_alive_interval": _ALIVE_SECONDS,
             "keep_alive_max_attempt": _MISSED,
         }
-        for is_host in (True, False) if _is_here(self.endpoint) else (False,):
+        for is_host in (True, False) if _is_this_host(self.endpoint) else (False,):
             try:
                 parameters = RendezvousParameters(
                     "c10d", self.endpoint, "colossus", *self.nodes, is_host=is_host, **options
@@ -150,7 +150,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _is_here(endpoint: str) -> bool:
+def _is_this_host(endpoint: str) -> bool:
     """Return whether the endpoint's host is this machine, which can then listen at its address."""
     try:
         host = urlsplit(f"//{endpoint}").hostname

@@ -92,7 +92,7 @@ def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str
     latest = _latest(config, folder)
     if latest is None:
         return f"{line}; no checkpoint was saved" if config.checkpoint.every else line
-    return f"{line}; the latest checkpoint is {latest}, `colossus launch .. --resume` goes on from there"
+    return f"{line}; the latest checkpoint is {latest}, `colossus launch .. --resume` continues from there"
 
 
 def _latest(config: Config, folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Restarts of the ranks after a failure: the decision, the place from which they go on, and their cost. No torch.
+"""Restarts of the ranks after a failure: the decision, the step from which they continue, and their cost. No torch.
 
 The launcher decides (`Restarts`). The cost is known when the ranks train again, so the first rank writes it
 (`record_restart`) as one row of ``restarts.jsonl`` in the run folder.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
+from colossus.arithmetic import counted
 from colossus.config import Config, ConfigError
 from colossus.launch import failures, run_folder
 from colossus.launch.outcome import Cause, Outcome, stop_code
@@ -28,14 +29,14 @@ from colossus.monitor.row_file import RowFile
 
 ROWS = "restarts.jsonl"
 
-#: errors that would come again, or that a later checkpoint may contain -> the reason against a restart without rollback
+#: errors that would recur, or that a later checkpoint may contain -> the reason against a restart without rollback
 _NEED_ROLLBACK = {
     "ReplicasDiffer": "checkpoints since then may differ, too; train.on_mismatch=restart goes back before it",
     "LossSpike": "the same batches would have the same loss; train.on_spike.action=rollback leaves them out",
 }
 
+#: the environment variable with the restart's facts, for the ranks that the launcher starts
 _RESTART = "COLOSSUS_RESTART"
-"""The environment variable with the restart's facts, for the ranks that the launcher starts."""
 
 
 @dataclass
@@ -231,9 +232,12 @@ def record_restart(folder: Path, completed_steps: int, resumed_from: Path | None
     cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, restart["started"])
     *failed, last = restart["restarts"]
     _write(folder, [*failed, last | cost])
-    again = f"{cost['steps_redone']} step(s) come again, {cost['seconds_lost']:.1f} s are lost"
-    where = f"from {resumed_from}" if resumed_from is not None else "with the beginning, since nothing was saved"
-    _print(f"colossus: restarted behind step {completed_steps}, {where}: {again}")
+    repeated = counted(cost["steps_redone"], "step")
+    where = f"from {resumed_from}" if resumed_from is not None else "from the beginning, since nothing was saved"
+    _print(
+        f"colossus: restarted after step {completed_steps}, {where}: {repeated} to repeat, "
+        f"{cost['seconds_lost']:.1f} s are lost"
+    )
 
 
 def _cost(metrics: RunMetrics, completed_steps: int, started: float) -> dict[str, Any]:

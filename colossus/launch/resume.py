@@ -94,8 +94,8 @@ class Origin:
         if not goes_on and (others := checkpoints(root)):
             raise ConfigError(
                 f"checkpoint.dir {root}: holds {len(others)} checkpoint{'s' * (len(others) > 1)} of another run "
-                f"already (the newest is {others[-1].name}), which this run would replace and remove; --resume goes on "
-                f"with it, else give another folder, or move it away"
+                f"already (the newest is {others[-1].name}), which this run would replace and remove; --resume "
+                f"continues it, else give another folder, or move it away"
             )
 
     def take(self) -> RunStart:
@@ -201,6 +201,6 @@ def _named_checkpoint(setting: str | None) -> Path | None:
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume = {setting!r}: {error}") from None
     raise ConfigError(
-        f"checkpoint.resume = {setting!r}: {checkpoint} has weights only, so no run can go on from it; "
+        f"checkpoint.resume = {setting!r}: {checkpoint} has weights only, so no run can continue from it; "
         f"checkpoint.weights={setting} begins a run with them"
     )

@@ -90,7 +90,7 @@ def check(folder: Path, *, is_own: bool = False) -> None:
     if not is_own and has_metrics(folder):
         raise ConfigError(
             f"--run-dir {folder}: holds the metrics of another run already ({folder / METRICS}); "
-            f"give another folder, or move that file away; --resume goes on with that run"
+            f"give another folder, or move that file away; --resume continues that run"
         )
     if not is_own and (folder / CONFIG).exists() and not (folder / LOCK).exists():
         raise ConfigError(
@@ -176,7 +176,7 @@ def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], A
             pass
     except OSError as error:
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
-    with contextlib.suppress(OSError):  # a restarted run goes on without the text where the disk is full
+    with contextlib.suppress(OSError):  # a restarted run continues without the text where the disk is full
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
     return file
@@ -206,7 +206,7 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
         folder: the run folder.
         config: the resolved config.
         data: a description of the data.
-        step: the step after which the run goes on. Where the folder has these files already, they stay, and the new
+        step: the step after which the run continues. Where the folder has these files already, they stay, and the new
             ones are ``config.step-00000100.json`` and ``versions.step-00000100.json``.
     """
     import torch
@@ -228,7 +228,7 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
         try:
             path.write_text(json.dumps(value, indent=2, default=str) + "\n")
         except OSError as error:  # the disk of a restarted run may be full
-            print(f"colossus: {path} cannot be written ({error.strerror}); training goes on", file=sys.stderr)
+            print(f"colossus: {path} cannot be written ({error.strerror}); training continues", file=sys.stderr)
 
 
 def _git_commit() -> str | None:

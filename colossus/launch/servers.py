@@ -15,8 +15,8 @@ from colossus.server.process import ServerProcess, new_token, write_environment
 if TYPE_CHECKING:
     from colossus.launch.nodes import Nodes
 
+#: the folder of servers' logs, in the run folder
 LOGS = "logs"
-"""The folder of servers' logs, in the run folder."""
 
 
 def num_servers(config: Config, nnodes: int) -> int:

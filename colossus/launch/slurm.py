@@ -51,7 +51,7 @@ def is_one_of_a_node(environ: Mapping[str, str]) -> bool:
     return is_task(environ) and {*tasks_per_node(counts)} == {1}
 
 
-def meeting_point(environ: Mapping[str, str]) -> str:
+def rendezvous_endpoint(environ: Mapping[str, str]) -> str:
     """Return the host:port at which the nodes of a job step meet, a port of their first node.
 
     Raises:

@@ -22,22 +22,20 @@ from pathlib import Path
 
 from colossus.launch.memory_folder import remove_memory
 
+#: the longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s. A run that saves
+#: checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
 GRACE_SECONDS = 4.0
-"""The longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s.
 
-A run that saves checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
-"""
-
+#: the longest time of the calls before the hard end (a failure record, metrics)
 FINAL_CALLS_SECONDS = 0.3
-"""The longest time of the calls before the hard end (a failure record, metrics)."""
 
 _LOOK_SECONDS = 0.5
 
+#: the environment variable with the process id of our launcher, which its workers must not outlive
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
-"""The environment variable with the process id of our launcher, which its workers must not outlive."""
 
+#: the stop signals; SLURM can send the last two some time before a job's end (``--signal=USR1@120``)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The stop signals; SLURM can send the last two some time before a job's end (``--signal=USR1@120``)."""
 
 _RANK_FILES = "COLOSSUS_RANK_FILES"
 

@@ -229,7 +229,7 @@ class PositionEmbedding(Layer):
         require_sequences(x)
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
-        self.meet_between_blocks(x, activation, self.layout.dims[1])
+        self.record_use_between_blocks(x, activation, self.layout.dims[1])
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             rows = self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows

@@ -113,13 +113,13 @@ class ReplicatedKV(Layer):
             self.add_module(name, _Projection(in_features, size, chosen, rows, bias, **inits))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        local, at = unwrap(x, self.parallel)
+        local, placement = unwrap(x, self.parallel)
         try:
-            moved = move(to_product_dtype(local), at.activation, self.x_layout, self.parallel)
-            marked = wrap(moved, at.moved(self.x_layout, moved.dim()))
+            moved = move(to_product_dtype(local), placement.activation, self.x_layout, self.parallel)
+            marked = wrap(moved, placement.moved(self.x_layout, moved.dim()))
             return tuple(getattr(self, name)(marked) for name in self.outputs)
         except (ValueError, RuntimeError) as error:
-            self.name_error(error, local, at.activation, self.in_features)
+            self.name_error(error, local, placement.activation, self.in_features)
             raise
 
     def extra_repr(self) -> str:
@@ -145,11 +145,11 @@ class _Projection(MatmulLayer):
         self.make_weights(in_features, {"": out_features}, bias, bias_layout, **inits)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, at = unwrap(x, self.parallel)
+        local, placement = unwrap(x, self.parallel)
         bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
         inner = self.parallel.regions.inner
-        y = self.multiply(local, bias, at.activation, inner)
-        return wrap(y, at.moved(inner, y.dim()))
+        y = self.multiply(local, bias, placement.activation, inner)
+        return wrap(y, placement.moved(inner, y.dim()))
 
     def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
         plans = super().make_plans(source, target, ndim, rows)

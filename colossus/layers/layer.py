@@ -154,7 +154,7 @@ class Layer(NamedModule):
                 spec.record(gradient_axes(spec.layout, activation))
             self._seen.add(activation)
 
-    def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
+    def record_use_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
         """Record a use of a local x in the layout ``activation`` with a parameter split over ``features``, or whole.
 
         Raises:

@@ -139,20 +139,20 @@ class Linear(MatmulLayer):
         self.local_outputs = [out // ways for out in self.outputs.values()]
 
     def forward(self, input: Tensor) -> Any:
-        local, at = unwrap(input, self.parallel)
+        local, placement = unwrap(input, self.parallel)
         if self.sharding is None:
             y = self._outputs(product(local, self.weight, self.bias))
-            return tuple(wrap(output, at) for output in y) if self.is_fused else wrap(y, at)
+            return tuple(wrap(output, placement) for output in y) if self.is_fused else wrap(y, placement)
         self.require_batch(local)
-        target = self.parallel.regions.inner if self.split == "column" else at.return_layout
-        source = at.activation
+        target = self.parallel.regions.inner if self.split == "column" else placement.return_layout
+        source = placement.activation
         if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled():
             local, source = self.shared_input.take(input, local, source, self), self.sharding.x
         y = self._product(local, source, target)
-        placement = at.moved(target, local.dim())
+        out_placement = placement.moved(target, local.dim())
         if not self.is_fused:
-            return wrap(y, placement)
-        return tuple(wrap(output, placement) for output in y)
+            return wrap(y, out_placement)
+        return tuple(wrap(output, out_placement) for output in y)
 
     def _product(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """Multiply a plain local tensor in the layout ``source``; the outputs have the layout ``target``."""

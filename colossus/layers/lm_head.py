@@ -1,4 +1,4 @@
-"""Heads: from hidden to a vocabulary or to classes, split over the tensor ranks, never gathered for the loss."""
+"""Linear heads, from features to a vocabulary or to classes. Losses take their logits as tensor ranks split them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ class LMHead(MatmulLayer):
 
     Args:
         hidden_size: features of the input.
-        vocab_size: features of the output; it need not divide, the last ranks are padded.
+        vocab_size: features of the output; where the ranks do not divide it, the last ones store padding.
         bias: add a bias.
         tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
         whole: return all logits on every rank, for code that takes only plain tensors.
+        init, bias_init: initializers of the weight and the bias.
+        dtype: dtype of the weight and the bias.
+
+    Raises:
+        ValueError: the embedding of ``tied_to`` has another size, or sparse gradients.
 
     Shape:
-        input [.., hidden_size]; output [.., vocab_size], a `ShardedTensor` of [.., ceil(vocab_size / ranks)] where the
-        vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it; ``to_whole`` gathers it.
+        input [.., hidden_size]; output [.., vocab_size]. Where the vocabulary is split, the output is a `ShardedTensor`
+        with [.., ceil(vocab_size / ranks)] on each rank: `colossus.layers.cross_entropy` and `accuracy` take it, and
+        ``to_whole`` gathers it.
     """
 
     def __init__(
@@ -71,13 +77,13 @@ class LMHead(MatmulLayer):
     def forward(self, input: Tensor) -> Tensor:
         if self.sharding is None:
             return product(input, self.weight, self.bias)
-        local, at = unwrap(input, self.parallel)
+        local, placement = unwrap(input, self.parallel)
         self.require_batch(local)
         inner = self.parallel.regions.inner
-        y = self.multiply(local, self._gathered_bias(), at.activation, inner)
-        if inner == self.parallel.regions.whole:  # every rank has all columns, and the padding
-            return wrap(y[..., : self.vocab_size], at.moved(inner, y.dim()))
-        logits = wrap(y, at.moved(inner, y.dim(), self.vocab_size))
+        y = self.multiply(local, self._gathered_bias(), placement.activation, inner)
+        if inner == self.parallel.regions.whole:  # every rank has all columns and the padding behind them
+            return wrap(y[..., : self.vocab_size], placement.moved(inner, y.dim()))
+        logits = wrap(y, placement.moved(inner, y.dim(), self.vocab_size))
         return to_whole(logits) if self.whole else logits
 
     def _gathered_bias(self) -> Tensor | None:
@@ -98,7 +104,7 @@ class Classifier(LMHead):
 
     Args:
         hidden_size: features of the input.
-        num_classes: features of the output; it need not divide.
+        num_classes: features of the output, in any number, as the vocabulary of `LMHead`.
         options: further arguments of `LMHead`.
     """
 

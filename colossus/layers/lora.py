@@ -69,8 +69,9 @@ class LoRALinear(Layer):
 
     def _sum(self, y: Tensor, added: Tensor) -> Tensor:
         """Return the sum in the layout of y."""
-        at = placement_of(y)
-        return y + moved(added, self.parallel.regions.whole if at is None else at.activation, self.parallel)
+        placement = placement_of(y)
+        layout = self.parallel.regions.whole if placement is None else placement.activation
+        return y + moved(added, layout, self.parallel)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}"

@@ -20,7 +20,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.sharded_tensor.regions import as_aligned, local, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor
-from colossus.sharded_tensor.token_collectives import over_ranks
+from colossus.sharded_tensor.token_collectives import sum_over_ranks
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
@@ -165,7 +165,7 @@ def _labels_of(logits: Tensor, labels: Tensor) -> tuple[Callable[[Tensor], Tenso
         labels = as_aligned(labels, sequence_place(logits), parallel)
 
     def over_tokens(total: Tensor) -> Tensor:  # in as many digits as the engine adds up ranks in
-        return over_ranks(total.double() if total.is_floating_point() else total, parallel)
+        return sum_over_ranks(total.double() if total.is_floating_point() else total, parallel)
 
     return over_tokens, local(labels)
 

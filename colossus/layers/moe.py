@@ -79,12 +79,12 @@ class MoE(Layer):
             self.shared = MLPS.get("swiglu")(sizes[0], shared, False, **inits)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, at = unwrap(x, self.parallel)
+        local, placement = unwrap(x, self.parallel)
         self.require_batch(local)
         whole, split = self.parallel.regions.whole, self.experts.split_axes
         # ranks that share a token's experts have its activations whole, and addends of its gradient and of its output
-        inside, target = replace(whole, grad_partial=split), at.return_layout
-        tokens = move(local, at.activation, whole, self.parallel)
+        inside, target = replace(whole, grad_partial=split), placement.return_layout
+        tokens = move(local, placement.activation, whole, self.parallel)
         flat = tokens.reshape(-1, tokens.shape[-1])
         weights, experts = self.router(flat)
         weights, flat = move(weights, whole, inside, self.parallel), move(flat, whole, inside, self.parallel)
@@ -93,7 +93,7 @@ class MoE(Layer):
             flat, weights, experts, self.num_experts, self.experts.group, self.experts, drops=self.capacity is not None
         )
         y = y.view(tokens.shape)
-        y = wrap(move(y, replace(whole, partial=split), target, self.parallel), at.moved(target, y.dim()))
+        y = wrap(move(y, replace(whole, partial=split), target, self.parallel), placement.moved(target, y.dim()))
         return y if self.shared is None else y + call(self.shared, x, self.parallel)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over features that may be split over ranks: one collective in forward, one in backward.
 
-Means and mean squared deviations of the shards are combined as Chan, Golub and LeVeque (1979) do: the difference E[x^2]
-- E[x]^2 would cancel.
+Means and mean squared deviations of the shards are combined as by Chan, Golub and LeVeque (1979), since E[x^2] - E[x]^2
+loses digits by cancellation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Norm(Layer):
         return self.make_parameter({"": shape}, Layout.whole(len(shape)), init or Constant(value), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # a rank's heads, say
+        if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # for example one rank's heads
             return self._normalize_parts(x)
         x, placement = unwrap(x, self.parallel, len(self.normalized_shape))
         activation = placement.activation
@@ -90,7 +90,11 @@ class _Norm(Layer):
 
 
 class LayerNorm(_Norm):
-    """``torch.nn.LayerNorm``. Input and output ``[.., *normalized_shape]``."""
+    """``torch.nn.LayerNorm``, also of features that ranks split; ``init`` and ``bias_init`` set the initial values.
+
+    Shape:
+        input and output ``[.., *normalized_shape]``; a `ShardedTensor` where features are split.
+    """
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class LayerNorm(_Norm):
         return super().forward(input)
 
     def _normalize(self, x: Tensor) -> Tensor:
-        # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
+        # the kernel computes in float32, and under autocast on an accelerator returns float32, too
         weight, bias = _as_wide_as(x, self.weight), _as_wide_as(x, self.bias)
         y = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
         return y.to(x.dtype) if x.dtype in LOW else y
@@ -123,7 +127,11 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``torch.nn.RMSNorm``. Input and output ``[.., *normalized_shape]``."""
+    """``torch.nn.RMSNorm``, also of features that ranks split; ``init`` sets the initial values of the weight.
+
+    Shape:
+        input and output ``[.., *normalized_shape]``; a `ShardedTensor` where features are split.
+    """
 
     def __init__(
         self,
@@ -152,7 +160,7 @@ class RMSNorm(_Norm):
 
 
 def _as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """Return a low-precision parameter in the dtype of an x that is wider, since torch's kernel needs one dtype."""
+    """Cast a parameter of low precision to the dtype of a wider x, since torch's kernel needs one dtype for both."""
     is_narrow = parameter is not None and parameter.dtype in LOW and x.dtype not in LOW
     return parameter.to(x.dtype) if is_narrow else parameter  # type: ignore[union-attr]
 
@@ -168,7 +176,7 @@ def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 class _SplitNorm(torch.autograd.Function):
-    """The norm of x whose last dim is split over n ranks. Shapes are per rank, h = features / n; r rows.
+    """The norm of x whose last dim is split over n ranks. Shapes are per rank: r rows of h = features / n.
 
         x, y, dy, dx  [r, h]        (for several normalized dims read [r, .., h])
         weight, bias  [h]           the rank's shard, as are dweight and dbias

@@ -115,7 +115,7 @@ class ClassToken(Layer):
                 f"{self.title}: tokens are split over {','.join(activation.tokens)}, so that only one rank has the "
                 f"first; call it where they are whole: behind colossus.layers.to_whole, or before to_residual"
             )
-        self.meet_between_blocks(x, activation, self.layout.dims[0])
+        self.record_use_between_blocks(x, activation, self.layout.dims[0])
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
             token = redistribute(token, self.layout, Layout((activation.features,)), self.context)

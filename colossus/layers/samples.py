@@ -20,7 +20,7 @@ from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.sharded_tensor.placement import Place, placement_of
 from colossus.sharded_tensor.regions import sequence_place, to_whole
 from colossus.sharded_tensor.tensor import plain, wrap
-from colossus.sharded_tensor.token_collectives import whole_tokens
+from colossus.sharded_tensor.token_collectives import gather_tokens
 
 
 def gather_samples(x: Tensor) -> Tensor:
@@ -84,6 +84,6 @@ def _with_all_tokens(x: Tensor, place: Place, parallel: ModelParallel) -> Tensor
     """Return a plain tensor with the tokens of all sequence ranks in place of this rank's."""
     if place != Place(place.dim) or place.dim == 0:
         raise located_error(f"gather_samples takes samples in dim 0 and tokens in a dim of their own, but got {x!r}")
-    whole = whole_tokens(plain(x), place, parallel)
+    whole = gather_tokens(plain(x), place, parallel)
     num_tokens = parallel.batch_info.num_tokens
     return whole if num_tokens is None else whole.narrow(place.dim, 0, num_tokens)

@@ -12,7 +12,14 @@ from colossus.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Move:
-    """One conjugate collective, with the names of `colossus.comm.conjugate`. Only all_to_all has a ``to_dim``."""
+    """A collective and its conjugate in backward.
+
+    Attributes:
+        forward, backward: names of `colossus.comm.conjugate`.
+        axes: axes over which the ranks communicate.
+        dim: dim that is gathered, sliced, reduce-scattered or, by an all-to-all, split no more; -1 for sums.
+        to_dim: dim that an all-to-all splits; else -1.
+    """
 
     forward: str
     backward: str

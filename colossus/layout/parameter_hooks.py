@@ -1,4 +1,4 @@
-"""Users' hooks and attributes of parameters: their transfer to another parameter, and hooks on a part of one."""
+"""Users' hooks on parameters and their attributes: copies for another parameter, and hooks that get a rank's part."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def user_hooks(parameter: Tensor, *kinds: str) -> list[Any]:
     ]
 
 
-def take_attributes(target: Tensor, parameter: Tensor) -> None:
+def copy_attributes(target: Tensor, parameter: Tensor) -> None:
     """Copy the attributes that a user has set on ``parameter`` to ``target``."""
     own = vars(target)
-    own.update({name: value for name, value in vars(parameter).items() if name not in own and not _is_ours(name)})
+    own.update({name: value for name, value in vars(parameter).items() if name not in own and not _is_own(name)})
 
 
-def take_hooks(target: Tensor, parameter: Tensor) -> None:
+def share_hooks(target: Tensor, parameter: Tensor) -> None:
     """Give ``target`` the hooks of ``parameter``: the same dicts, so that handles remove them from both."""
     for kind in _HOOKS:
         if getattr(parameter, kind):
@@ -63,7 +63,8 @@ def copy_hooks(target: Tensor, *parameters: Tensor) -> None:
             setattr(target, kind, OrderedDict(enumerate(users)))
 
 
-def _is_ours(name: str) -> bool:
+def _is_own(name: str) -> bool:
+    """Return whether colossus sets this attribute; `SplitParameter` has ``hidden``."""
     return name.startswith("_colossus_") or name == "hidden"
 
 
@@ -75,7 +76,7 @@ def guard_hooks(parameter: Tensor) -> None:
 
 
 def guarded(hook: Callable[..., Any], parameter: Tensor) -> Callable[..., Any]:
-    """Return the `PartHook` in place of a user's hook; a hook of colossus knows parts, and stays."""
+    """Return the `PartHook` in place of a user's hook; a hook of colossus, which knows parts, is returned as it is."""
     return hook if isinstance(hook, PartHook) or is_of_colossus(hook) else PartHook(hook, parameter)
 
 
@@ -104,7 +105,7 @@ class PartHook:
         remedy = (
             "A hook registered in the model's constructor gets the whole gradient of this rank's samples"
             if spec.layout.stored
-            else "Leave its module whole: torch.nn's, under colossus.parallelize by the rule 'torch'"
+            else "Keep its module unsplit: one of torch.nn (under colossus.parallelize by the rule 'torch')"
         )
         return located_error(
             f"a hook on {spec.name} ({spec.description}) {what}, but this rank has a part of the gradient "

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colossus.arithmetic import byte_count, clock, factors
+from colossus.arithmetic import byte_count, clock, counted, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.plans import describe_zero
@@ -82,12 +82,12 @@ class Display(Hook):
         sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         zero = describe_zero(engine.config.parallel)
         lines = [
-            f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}, "
+            f"{engine.config.name}: {sizes}, {counted(grid.world_size, 'process', 'es')} on {engine.device.type}, "
             f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
         ]
         if has_servers():
             places = [f"{endpoint['host']} (process {endpoint['process']})" for endpoint in read_environment()[0]]
-            lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
+            lines.append(f"parameters at {counted(len(places), 'server')}: {', '.join(places)}")
         if loaders is not None:
             lines.append(loaders.description)
             if engine.config.train.eval_every and loaders.validation_missing:

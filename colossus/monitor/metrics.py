@@ -124,16 +124,18 @@ class Metrics(Hook):
     """Writes one row per step, once its numbers have arrived. Numbers are not rounded; a missing one is ``NaN``.
 
     =========================================== =====================================================================
-    step, loss, grad_norm, lr, tokens           of the step; the norm before clipping tokens_per_second, step_seconds
-    without evaluations memory_bytes, time                          peak memory of this rank so far (`peak_memory`)
+    step, loss, grad_norm, lr, tokens           of the step; the norm before clipping
+    tokens_per_second, step_seconds             without evaluations
+    memory_bytes, time                          peak memory of this rank so far (`peak_memory`)
     memory_reserved_bytes, mfu                  on a GPU; mfu if the device's peak and the model's operations are
                                                 known, over all devices (those of a replica, if replicas do not wait)
-    validation_loss, validation_<name>          if an evaluation followed, also of each of ``eval_metrics`` replica
-    loss, norm and tokens of the row are of this replica alone consensus_distance                          if replicas
-    were averaged skipped, loss_scale                         steps skipped so far, if steps can be; under fp16 experts
-    of each router by name, if there are any: `StepResult.experts` comm                                        with
-    ``comm.accounting``: axis -> calls and bytes that this rank sent checkpoint_stall_seconds                    time
-    that training waited for checkpoints since the row before
+    validation_loss, validation_<name>          if an evaluation followed, also of each of ``eval_metrics``
+    replica                                     loss, norm and tokens of the row are of this replica alone
+    consensus_distance                          if replicas were averaged
+    skipped, loss_scale                         steps skipped so far, if steps can be; under fp16
+    experts                                     of each router by name, if there are any: `StepResult.experts`
+    comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
+    checkpoint_stall_seconds                    time that training waited for checkpoints since the row before
     =========================================== =====================================================================
 
     No row waits for an accelerator. The row of a step is written when the next step is over, before the end of an
@@ -141,7 +143,7 @@ class Metrics(Hook):
     such moments, so they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush``
     and a stop write it without, and a later evaluation completes the last row. Before a checkpoint is complete, the
     rows of its steps are on the disk. A run that resumes after step N keeps the rows up to N and drops later ones,
-    whose steps come again.
+    whose steps are repeated.
 
     `Hook.add_to_row` of all hooks of the run may add to a row, and `Hook.on_row` receives each row that is written, on
     the thread that trains.

@@ -151,18 +151,20 @@ def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 def table(summary: dict[str, Any]) -> str:
     """Return a summary as a table of milliseconds and percent of the step, a row for each rank or stage."""
     ranks, parts = summary["ranks"], summary["parts"]
-    stages = sorted({one["stage"] for one in ranks})
-    rows = [(f"rank {one['rank']}" + (f", stage {one['stage']}" if len(stages) > 1 else ""), [one]) for one in ranks]
+    stages = sorted({rank["stage"] for rank in ranks})
+    rows = [
+        (f"rank {rank['rank']}" + (f", stage {rank['stage']}" if len(stages) > 1 else ""), [rank]) for rank in ranks
+    ]
     if len(ranks) > _MOST_ROWS:
-        rows = [(f"stage {stage}", [one for one in ranks if one["stage"] == stage]) for stage in stages]
+        rows = [(f"stage {stage}", [rank for rank in ranks if rank["stage"] == stage]) for stage in stages]
     if len(ranks) > 1:
         rows.append(("mean", ranks))
     lines = [["", "step", *parts]]
-    for name, several in rows:
-        whole = fmean(one["step_seconds"] for one in several)
+    for name, members in rows:
+        whole = fmean(rank["step_seconds"] for rank in members)
         lines.append([name, f"{whole * 1000:.1f} ms"])
         for part in parts:
-            seconds = fmean(one["seconds"].get(part, 0.0) for one in several)
+            seconds = fmean(rank["seconds"].get(part, 0.0) for rank in members)
             lines[-1].append(f"{seconds * 1000:.1f}  {seconds / whole:3.0%}")
     first, last = summary["steps"]
     return f"where the time of a step goes, mean of steps {first} to {last}, milliseconds and percent:\n" + aligned(

@@ -22,8 +22,8 @@ class RowFile:
 
     Args:
         path: path of the file.
-        last_step: last step of the checkpoint of a resumed run; later rows are cut off, since their steps come again.
-            None keeps all.
+        last_step: last step of the checkpoint of a resumed run; later rows are cut off, since the run repeats their
+            steps. None keeps all.
 
     Raises:
         ConfigError: if the file may not be written, for example because it is another user's.
@@ -42,7 +42,7 @@ class RowFile:
         """Append a row. Its whole line is in the file when this returns."""
         try:
             if os.fstat(self._file).st_nlink == 0:
-                self._make_again()
+                self._create_again()
             append_whole(self._file, (json.dumps(row) + "\n").encode())
         except OSError:
             self._warn()
@@ -71,20 +71,22 @@ class RowFile:
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            print(f"colossus: rows are missing in {self._path} (is the disk full?); training goes on", file=sys.stderr)
+            print(
+                f"colossus: rows are missing in {self._path} (is the disk full?); training continues", file=sys.stderr
+            )
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def _make_again(self) -> None:
+    def _create_again(self) -> None:
         removed, self._file = self._file, self._open()
         os.close(removed)
         print(f"colossus: {self._path} was removed: a new one has the rows from here on", file=sys.stderr)
 
 
 def _whose(path: Path) -> str:
-    """Return the text that a file is another user's; empty if it is not."""
+    """Return a remark for an error if a file is another user's, else an empty text."""
     with suppress(OSError):
         if (owner := path.stat().st_uid) != os.getuid():
             return f" (it is of user {owner}, this run of user {os.getuid()}); move it away, or use another folder"

@@ -143,7 +143,7 @@ def compare(seconds: Mapping[int, Sequence[float]], stages: Mapping[int, int]) -
         seconds: seconds of the last steps of each rank.
         stages: pipeline stage of each rank.
     """
-    medians = {rank: median(several) for rank, several in seconds.items() if several}
+    medians = {rank: median(values) for rank, values in seconds.items() if values}
     compared = []
     for rank, own in medians.items():
         others = [value for other, value in medians.items() if other != rank and stages[other] == stages[rank]]

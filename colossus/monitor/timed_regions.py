@@ -1,6 +1,7 @@
-"""Named regions of a step on one rank.
+"""Named regions of a step on one rank, and the seconds of each part of a step.
 
-Each interval of time belongs to the innermost region, so that the parts of a step add up to the step.
+A region belongs to a part (compute, a collective, ..). An interval counts for the part of its innermost region, so that
+the parts of a step add up to the step.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-#: part of a step: time in no other part
+#: the part of a step that is in no region
 REST = "rest"
-#: part of a step: weights are gathered; collectives inside of such a region belong to this part
+#: the part of a step in which weights are gathered; collectives inside of such a region belong to it
 GATHERS = "gathers"
 
 
@@ -66,7 +67,7 @@ class Regions:
         device: device of the rank.
 
     Attributes:
-        steps: seconds of the parts of each `step`.
+        steps: part -> seconds, for each `step`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,9 +94,9 @@ class Regions:
 
     @contextmanager
     def region(self, name: str, part: str) -> Iterator[None]:
-        """Count the block as a region, under its name for torch.profiler, where it runs.
+        """Count the block as a region, and show it in torch.profiler under its name if a profile is taken.
 
-        A region inside of one of the same name is none.
+        A region inside of one of the same name is not opened again.
         """
         outer_name, outer_part = self._open[-1] if self._open else ("", REST)
         if outer_name == name or not self._counts_thread():
@@ -116,5 +117,5 @@ class Regions:
             self._marks.append((self._clock.now(), part))
 
     def _counts_thread(self) -> bool:
-        # -1: this thread runs no backward
+        # the id is -1 in a thread that runs no backward
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1

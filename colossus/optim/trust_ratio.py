@@ -25,9 +25,9 @@ class _TrustRatio(torch.optim.Optimizer):
         self._groups, self._tensors = [group for group, _ in members], [tensor for _, tensor in members]
         self._sums = Sums(self._tensors, holders)
 
-    def _norms(self, *several: Sequence[Tensor]) -> list[Tensor]:
+    def _norms(self, *sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return the norms of whole tensors, float64 [tensors], for each sequence of this rank's parts of them."""
-        squares = torch.stack([self._sums.squares(parts) for parts in several])
+        squares = torch.stack([self._sums.squares(parts) for parts in sequences])
         return list(self._sums.over_ranks(squares).sqrt())
 
     def _of_groups(self, option: str) -> Tensor:

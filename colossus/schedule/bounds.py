@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-#: "parameters", or the number of blocks of each stage
+#: "parameters", the number of blocks of each stage, or "time", which the launcher replaces by such numbers
 Split = str | Sequence[int]
 
 
@@ -58,25 +58,28 @@ def split_chain(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """
     num_blocks = len(costs)
     assert 1 <= num_stages <= num_blocks
-    before = [0, *itertools.accumulate(costs)]
-    # the smallest largest cost of the stages of the first blocks, for one stage more in each turn
+    cost_before = [0, *itertools.accumulate(costs)]
+    # largest[stop]: the cost of the costliest stage in the best split of the first `stop` blocks; each iteration adds a
+    # stage
     largest = [0.0, *[math.inf] * num_blocks]
     for _ in range(num_stages):
         largest = [
-            min((max(largest[start], before[stop] - before[start]) for start in range(stop)), default=math.inf)
+            min(
+                (max(largest[start], cost_before[stop] - cost_before[start]) for start in range(stop)), default=math.inf
+            )
             for stop in range(num_blocks + 1)
         ]
     limit = largest[num_blocks]
 
     # stop -> (squared costs, squared numbers of blocks, bounds) of the best split of the blocks before it
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
-    for later in reversed(range(num_stages)):  # the stages that follow, each of which needs a block
+    for num_later in reversed(range(num_stages)):  # stages that follow, each of which needs a block
         following = {}
-        for stop in range(num_stages - later, num_blocks - later + 1):
+        for stop in range(num_stages - num_later, num_blocks - num_later + 1):
             options = [
-                (squares + (before[stop] - before[start]) ** 2, counts + (stop - start) ** 2, (*bounds, stop))
+                (squares + (cost_before[stop] - cost_before[start]) ** 2, counts + (stop - start) ** 2, (*bounds, stop))
                 for start, (squares, counts, bounds) in best.items()
-                if start < stop and before[stop] - before[start] <= limit
+                if start < stop and cost_before[stop] - cost_before[start] <= limit
             ]
             if options:
                 following[stop] = min(options)

@@ -110,7 +110,7 @@ class _State:
     """The intermediate results of a step."""
 
     batches: Sequence[Any]
-    batch_shape: Hashable
+    signature: Hashable
     #: see `Executor.run`
     loss_scale: Tensor | None = None
     #: tensors of a stage's input, detached from the stage before, that get a gradient
@@ -183,7 +183,7 @@ class Executor:
         for index, action in enumerate(actions):
             began = time.perf_counter() if self.observers else 0.0
             for receive in early.get(index, ()):
-                if not self.transport.post_receive(receive, state.batch_shape, early=True):  # type: ignore[union-attr]
+                if not self.transport.post_receive(receive, state.signature, early=True):  # type: ignore[union-attr]
                     break
             if last_backwards.get(action.stage) == index:
                 self.stages.before_last_backward(action.stage)
@@ -222,11 +222,11 @@ class Executor:
             assert self.transport is not None
             if kind == "send_activation":
                 spec, tensors = state.outputs.pop(key)
-                self.transport.send_value(action, spec, tensors, state.batch_shape)
+                self.transport.send_value(action, spec, tensors, state.signature)
             elif kind == "send_gradient":
                 self.transport.send(action, state.input_gradients.pop(key))
             else:
-                self.transport.post_receive(action, state.batch_shape)
+                self.transport.post_receive(action, state.signature)
 
     def _forward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key

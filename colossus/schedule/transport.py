@@ -114,7 +114,7 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
 
 
 def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelParallel) -> tuple[Any, list[Tensor]]:
-    """Return the value with these tensors, detached, and its autograd leaves that get a gradient."""
+    """Return the value with these tensors, detached, and those of its autograd leaves whose gradient is sent back."""
     rest = iter(tensors)
     items: list[Any] = []
     made: list[Tensor] = []
@@ -126,7 +126,7 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
         local = next(rest).detach()
         if leaf.needs_gradient:
             roots.append(local.requires_grad_())
-            local = _unsafe_view(local, local.shape)  # no leaf: a stage may begin with an operation in place
+            local = _unsafe_view(local, local.shape)  # not a leaf, since a stage may begin with an in-place operation
         if leaf.placement is not None:
             local = wrap(local, replace(leaf.placement, parallel=parallel))
         made.append(local)
@@ -135,7 +135,10 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
 
 
 def batch_signature(batch: Any) -> tuple[Any, ...]:
-    """Return structure, shapes and dtypes of a batch; the values that stages pass on have one spec per signature."""
+    """Return structure, shapes and dtypes of a batch, and whether gradients are enabled.
+
+    The values that stages pass on have one spec for each signature.
+    """
     paths_and_leaves, tree = tree_flatten_with_path(batch)
     tensors = [(tuple(item.shape), item.dtype) for _, item in paths_and_leaves if isinstance(item, Tensor)]
     return str(tree), tuple(tensors), torch.is_grad_enabled()
@@ -160,21 +163,21 @@ class Transport:
         self._posted: dict[Action, tuple[ValueSpec, Incoming]] = {}
         self._unflushed: dict[tuple[str, int, int], Wait] = {}
 
-    def expect(self, specs: Mapping[int, ValueSpec], shape: Hashable) -> None:
-        """Set the spec of each stage's output for batches of a shape, so that no stage sends it; on all ranks alike."""
-        self._specs |= {(stage, shape): spec for stage, spec in specs.items()}
+    def expect(self, specs: Mapping[int, ValueSpec], signature: Hashable) -> None:
+        """Set the specs of the stages' outputs for a signature of batches, on all ranks alike, so that none is sent."""
+        self._specs |= {(stage, signature): spec for stage, spec in specs.items()}
 
     # -- sending ------------------------------------------------------------------------------------------
 
-    def send_value(self, action: Action, spec: ValueSpec, tensors: Sequence[Tensor], shape: Hashable) -> None:
-        """Send a stage's output, and before the first one for a shape of batches its spec.
+    def send_value(self, action: Action, spec: ValueSpec, tensors: Sequence[Tensor], signature: Hashable) -> None:
+        """Send a stage's output; for the first batch of a signature, send its spec before it.
 
         Raises:
-            ValueError: the spec differs from that of an earlier output for a batch of the same shape.
+            ValueError: the spec differs from that of an earlier output for a batch of the same signature.
         """
-        first_spec = self._specs.get((action.stage, shape))
+        first_spec = self._specs.get((action.stage, signature))
         if first_spec is None:
-            self._specs[action.stage, shape] = spec
+            self._specs[action.stage, signature] = spec
             self.links.send_object(self._peer(action), spec, f"description of the {action.message}")
         elif first_spec != spec:
             raise ValueError(
@@ -186,36 +189,36 @@ class Transport:
         self.send(action, tensors)
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start a send. Its tensors must not change until an answer shows that it was received, or until `flush`."""
-        if action.kind == "send_gradient":  # `wait_gradient` flushes that of an activation
+        """Start a send. Its tensors must not change until the peer's gradient for them arrives, or until `flush`."""
+        if action.kind == "send_gradient":  # `wait_gradient` waits for the send of an activation, nothing for this one
             self._flush(action.kind, action.stage, action.microbatch - 1)
         key = action.kind, action.stage, action.microbatch
         self._unflushed[key] = self.links.send(self._peer(action), tensors, action.message, self.step_id)
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> bool:
+    def post_receive(self, action: Action, signature: Hashable, *, early: bool = False) -> bool:
         """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
 
         Args:
             action: the receive.
-            shape: the signature of the batch.
+            signature: the signature of the batch.
             early: it is not the receive's turn yet; then it is not posted where the value's spec is not known.
 
         Returns:
-            Whether it has been posted. Later receives must not be posted before it: messages have no tags.
+            Whether it has been posted. Later receives must not be posted before it, since messages have no tags.
         """
         if action in self._posted:
             return True
         is_gradient = action.kind == "receive_gradient"
         made_by = action.stage if is_gradient else action.peer
         assert made_by is not None
-        spec = self._specs.get((made_by, shape))
+        spec = self._specs.get((made_by, signature))
         if spec is None:
             if early:
                 return False
             spec = self.links.receive_object(self._peer(action), f"description of the {action.message}")
-            self._specs[made_by, shape] = spec
+            self._specs[made_by, signature] = spec
         tensors = spec.differentiable if is_gradient else spec.tensors
         incoming = self.links.receive(self._peer(action), tensors, action.message, self.step_id)
         self._posted[action] = spec, incoming

@@ -111,7 +111,7 @@ class SequenceMode:
         """
         if ulysses is not None:
             raise ValueError(
-                f"parallel.sequence.ulysses = {ulysses} means nothing in mode {cls.name!r}; it is for mode 'hybrid'"
+                f"parallel.sequence.ulysses = {ulysses} has no effect in mode {cls.name!r}; it is for mode 'hybrid'"
             )
         return {"sequence": size}
 

@@ -281,7 +281,9 @@ class Servers:
                 for name, entry in zip(names_of_server, reply.header["tensors"], strict=True):
                     rows = {key: next(arrays) for key in entry["keys"]}
                     parts[name].append((entry["start"], TensorState(rows, entry["scalars"])))
-            return {name: TensorState.joined(num_rows[name], several) for name, several in parts.items()}
+            return {
+                name: TensorState.joined(num_rows[name], parts_of_tensor) for name, parts_of_tensor in parts.items()
+            }
 
         return Handle(calls, finish)
 

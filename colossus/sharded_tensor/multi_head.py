@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention of what is split, by functions that have rules: torch's own looks at what is plain."""
+"""The forward of torch.nn.MultiheadAttention for split tensors, from functions that have rules."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stand for ``torch.nn.functional.multi_head_attention_forward``, with its arguments.
+    """Compute ``torch.nn.functional.multi_head_attention_forward``, which calls this for split tensors.
+
+    Returns:
+        The output, and the attention weights; None in their place without ``need_weights``.
 
     Shape:
-        query [tokens, batch, features], key and value [others, batch, ..]; (the result like query, the weights
-        [batch, tokens, others], of each head where they are not averaged, or None).
+        query and output [tokens, batch, features], key and value [keys, batch, ..]; weights [batch, tokens, keys], or
+        [batch, heads, tokens, keys] where they are not averaged.
 
     Raises:
-        ValueError: for keys and values beside those of the tokens, and for inputs without a batch.
+        ValueError: the input has no batch dim, or there are added or static keys.
     """
     if query.dim() != 3 or any(x is not None for x in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
         problem = MixesPartsError("without a batch, with add_bias_kv, add_zero_attn or static keys is not followed")
@@ -77,21 +80,21 @@ def multi_head_attention_forward(
 
 
 def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, num_heads: int) -> Tensor | None:
-    """Return the sum of the masks, which is added to the scores.
+    """Return the sum of both masks as addends of the scores, of a shape that is broadcast to them; None without any.
 
     Shape:
-        [tokens, others], [batch, heads, tokens, others] or [batch, 1, 1, others].
+        [tokens, keys], [batch, heads, tokens, keys] or [batch, 1, 1, keys].
     """
-    mask = None if attn_mask is None else _added(attn_mask, q)
+    mask = None if attn_mask is None else _as_addend(attn_mask, q)
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, num_heads))
     if padding is None:
         return mask
-    of_keys = _added(padding, q)[:, None, None]
-    return of_keys if mask is None else mask + of_keys
+    key_mask = _as_addend(padding, q)[:, None, None]
+    return key_mask if mask is None else mask + key_mask
 
 
-def _added(mask: Tensor, q: Tensor) -> Tensor:
+def _as_addend(mask: Tensor, q: Tensor) -> Tensor:
     if mask.is_floating_point():
         return mask.to(q.dtype)
     return mask.to(q.dtype).masked_fill(mask, float("-inf"))

@@ -239,8 +239,8 @@ def shared_base(placements: Sequence[Placement]) -> Placement:
     for other in split[1:]:
         if other.activation != split[0].activation:
             raise MixesPartsError(
-                f"brings together what is split as ({split[0].activation}) and what is split as ({other.activation}): "
-                f"bring both to one layout with colossus.layers.to_whole or to_residual"
+                f"combines a tensor that is split as ({split[0].activation}) with one that is split as "
+                f"({other.activation}): bring both to one layout with colossus.layers.to_whole or to_residual"
             )
     return split[0] if split else placements[0]
 

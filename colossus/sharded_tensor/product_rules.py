@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid
-from colossus.sharded_tensor.token_collectives import attended, over_ranks, require_unpadded
+from colossus.sharded_tensor.token_collectives import attend_to_all, require_unpadded, sum_over_ranks
 from colossus.sharded_tensor.view_rules import At, place_of
 
 
@@ -23,7 +23,7 @@ def matmul(at: At, call: Call) -> Place | None:
     if (a_sums or b_sums) and at.parts:
         raise MixesPartsError("sums over the split dim")
     if a_sums and b_sums and at_a and at_b and at_a[1:] == at_b[1:]:
-        at.instead = lambda call: over_ranks(torch.matmul(*_factors(call)), at.parallel)
+        at.instead = lambda call: sum_over_ranks(torch.matmul(*_factors(call)), at.parallel)
         return None
     if a_sums:
         at.gather(a)
@@ -44,7 +44,7 @@ def matmul(at: At, call: Call) -> Place | None:
         return None
     if place.dim < -2:
         split, plain = (a, b) if at_a else (b, a)
-        at.meet(plain, place.dim, place, at.whole(split))
+        at.slice_plain(plain, place.dim, place, at.whole(split))
     if (a.dim() == 1 and place.dim < -1) or b.dim() == 1:  # the vector's dim is gone
         return place.at(place.dim + 1)
     return place
@@ -100,11 +100,11 @@ def attention(at: At, call: Call) -> Place | None:
         if mask is not None and at(mask) is None:
             if mask.dim() > 2 and query.dim() != 4:
                 raise MixesPartsError("takes a plain mask with queries [batch, heads, tokens, head_dim] only")
-            at.meet(mask, right["q"], place, at.whole(query))
+            at.slice_plain(mask, right["q"], place, at.whole(query))
     elif right["k"] is not None or call.get("is_causal"):
         raise MixesPartsError("looks at the tokens of one rank only, as queries, keys or values")
     elif mask is not None and at(mask) is None:  # each query looks at what is whole
-        at.meet(mask, -2, place, at.whole(query))
+        at.slice_plain(mask, -2, place, at.whole(query))
     return place
 
 
@@ -121,7 +121,7 @@ def _attention_to_tokens(at: At, inputs: tuple[Tensor, Tensor, Tensor], mask: Te
     rows = places[0].at(-2)
     if mask is not None:
         at.join(mask, rows, totals[0])
-    at.instead = lambda call: attended(call, at.parallel, places, totals)
+    at.instead = lambda call: attend_to_all(call, at.parallel, places, totals)
     return rows
 
 
@@ -146,7 +146,7 @@ def einsum(at: At, call: Call) -> Place | None:
         if all(
             at(x) == place.at(term.index(letter)) for term, x in zip(labels, operands, strict=True) if letter in term
         ):
-            at.instead = lambda call: over_ranks(torch.einsum(*call.get("args")), at.parallel)
+            at.instead = lambda call: sum_over_ranks(torch.einsum(*call.get("args")), at.parallel)
         else:
             for _, _, x in split:
                 at.gather(x)
@@ -160,7 +160,7 @@ def einsum(at: At, call: Call) -> Place | None:
         if term.count(letter) > 1:
             raise MixesPartsError("takes a diagonal of the split dim")
         if at(x) is None and letter in term:
-            at.meet(x, term.index(letter) - len(term), place, at.whole(first))
+            at.slice_plain(x, term.index(letter) - len(term), place, at.whole(first))
     if letter not in out:
         raise MixesPartsError("sums over the split dim")
     return place.at(out.index(letter))

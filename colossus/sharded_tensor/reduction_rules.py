@@ -12,7 +12,7 @@ from torch import Tensor
 from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
 from colossus.sharded_tensor.sizes import shape_of
-from colossus.sharded_tensor.token_collectives import reduced, reduced_loss, require_unpadded
+from colossus.sharded_tensor.token_collectives import reduce_loss, reduce_tokens, require_unpadded
 from colossus.sharded_tensor.view_rules import At, aligned, place_of
 
 
@@ -30,7 +30,7 @@ def reduced_along(at: At, call: Call) -> Place | None:
     if call.name not in ("sum", "count_nonzero"):  # of padding losses and masks are zero
         require_unpadded(place, at.whole(x), at.parallel)
     whole = math.prod(shape[dim] for dim in along)
-    at.instead = lambda call: reduced(call, call.get("self"), place, whole, at.parallel)
+    at.instead = lambda call: reduce_tokens(call, call.get("self"), place, whole, at.parallel)
     return None
 
 
@@ -69,7 +69,7 @@ def _reduced(at: At, call: Call, place: Place, whole: int) -> Place | None:
 
     def over_tokens(call: Call) -> Tensor:
         options: dict[str, Any] = {"input" if key == "self" else key: value for key, value in call.arguments.items()}
-        return reduced_loss(call, lambda **more: function(**(options | more)), at.parallel, whole)
+        return reduce_loss(call, lambda **more: function(**(options | more)), at.parallel, whole)
 
     at.instead = over_tokens
     return None

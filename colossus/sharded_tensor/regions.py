@@ -13,7 +13,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.sharded_tensor.placement import HasRegions, Place, Placement
 from colossus.sharded_tensor.tensor import ShardedTensor, mark, plain
-from colossus.sharded_tensor.token_collectives import own_tokens, whole_tokens
+from colossus.sharded_tensor.token_collectives import gather_tokens, select_own_tokens
 
 
 def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
@@ -32,10 +32,10 @@ def as_aligned(x: Tensor, target: Place | None, parallel: HasRegions) -> Tensor:
     place = sequence_place(x)
     if not isinstance(x, ShardedTensor) or place is None or target is None or place.window == target.window:
         return x
-    whole = whole_tokens(plain(x), place, parallel)
+    whole = gather_tokens(plain(x), place, parallel)
     moved_to = place._replace(window=target.window)
     return mark(
-        own_tokens(whole, place.dim, moved_to, parallel), replace(x.placement, places=(("sequence", moved_to),))
+        select_own_tokens(whole, place.dim, moved_to, parallel), replace(x.placement, places=(("sequence", moved_to),))
     )
 
 
@@ -120,8 +120,8 @@ def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tens
         raise _misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
     if placement.parallel is not parallel:
         raise located_error(
-            f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
-            f"one context; where several are alive, run it inside of `with context:`"
+            f"an activation of {placement.parallel.context} is passed to a layer of {parallel.context}: a model "
+            f"belongs to one context; where several are alive, run it inside of `with context:`"
         )
     if not placement.is_standard(local.dim()):
         raise located_error(

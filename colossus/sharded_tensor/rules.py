@@ -12,7 +12,7 @@ from typing import Any
 from colossus.layout.operators import Call
 from colossus.sharded_tensor import product_rules, reduction_rules, view_rules
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
-from colossus.sharded_tensor.token_collectives import require_unpadded, rescaled
+from colossus.sharded_tensor.token_collectives import normalize_tokens, require_unpadded
 from colossus.sharded_tensor.view_rules import At, Rule, aligned, place_of
 
 
@@ -65,7 +65,7 @@ def _rescaled(at: At, call: Call) -> Place:
     if at.parts or not isinstance(dim, int) or dim % x.dim() != place.dim or place != Place(place.dim):
         return avoid(place, x.dim(), dim, "works along")
     require_unpadded(place, at.whole(x), at.parallel)
-    at.instead = lambda call: rescaled(call, call.get("self"), place, at.parallel)
+    at.instead = lambda call: normalize_tokens(call, call.get("self"), place, at.parallel)
     return place
 
 

@@ -24,7 +24,7 @@ from colossus.layout.operators import (
     is_pointwise,
     tensors_of,
 )
-from colossus.sharded_tensor.met_operands import as_met, each_its_own, wants_sum
+from colossus.sharded_tensor.local_operands import each_its_own, local_operand, wants_sum
 from colossus.sharded_tensor.multi_head import multi_head_attention_forward
 from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, shared_base
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
@@ -82,7 +82,7 @@ class ShardedTensor(Tensor):
             if name in PASSED_ON or (name in LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
                 return func(*args, **kwargs)
             if len(types) > 1 and any(kind not in _WHOLE and not issubclass(kind, ShardedTensor) for kind in types):
-                return NotImplemented  # a parameter that is split knows better what it may meet
+                return NotImplemented  # the parameter decides: it knows which operands it takes
             if name == "register_hook":
                 return func(args[0], split_hook(args[1], args[0].placement, mark))
             if name == "__format__":
@@ -218,21 +218,21 @@ def _followed(
             continue
         at = At(role, base)
         if is_elementwise:
-            met = [args[0]] if name in LIKE_FIRST else [*args, *kwargs.values()]
-            place: Place | None = aligned(at, met)
+            leaves = [args[0]] if name in LIKE_FIRST else [*args, *kwargs.values()]
+            place: Place | None = aligned(at, leaves)
             if place is not None:
-                place = place.at(place.dim + max(x.dim() for x in tensors_of(met)))
+                place = place.at(place.dim + max(x.dim() for x in tensors_of(leaves)))
         else:
             place = _ruled(call, at)
         if place is not None:
             places.append((role, place))
         asked.append(at)
-    if is_in_place and any(x is args[0] for at in asked for x in (*at.gathered, *(entry[0] for entry in at.met))):
+    if is_in_place and any(x is args[0] for at in asked for x in (*at.gathered, *(entry[0] for entry in at.sliced))):
         raise MixesPartsError("writes into a tensor of which it would need other tokens: take what it returns")
     placement = replace(base, places=tuple(places), standard_ndim=0)
-    if any(at.met or at.gathered for at in asked) or (base.split_axes and any(wants_sum(x) for x in tensors)):
+    if any(at.sliced or at.gathered for at in asked) or (base.split_axes and any(wants_sum(x) for x in tensors)):
         on_meta = any(x.is_meta for x in operands)
-        args, kwargs = tree_map_only(Tensor, lambda x: as_met(x, base, asked, on_meta), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda x: local_operand(x, base, asked, on_meta), (args, kwargs))
     # torch copies only what it has the type of
     instead = next((at.instead for at in asked if at.instead), None)
     if instead is not None:
@@ -264,7 +264,7 @@ def _ruled(call: Call, at: At) -> Place | None:
         split = [x for x in tensors_of(call.arguments.values()) if at(x) is not None]
         if at.parts or not split or any(x.is_floating_point() for x in split):
             raise
-        at.met, at.instead = [], None
+        at.sliced, at.instead = [], None
         for x in split:  # ids, positions and masks are small
             at.gather(x)
         return None

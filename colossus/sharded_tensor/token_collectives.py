@@ -1,7 +1,8 @@
-"""Tokens that sequence ranks split: put together, taken, chosen, and reduced over, each by one collective.
+"""Collectives over the tokens that sequence ranks split: gathering, selection, reductions and attention.
 
-Gradients of plain tensors are addends over these ranks, and so is the loss, of which a rank computes its share. So what
-is gathered is summed in backward, and what is summed, too. All take and give plain local tensors.
+Each rank computes a share of the loss, so a gradient of a tensor that ranks have whole is a partial sum over them. The
+backward of a gather is therefore a reduce-scatter, and that of a sum is a sum. All functions take and return plain
+local tensors.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import HasRegions, MixesPartsError, Place, Window, as_dims
 
-#: in the place of a sequence's length in a window: some tokens of each rank, which nothing but ranks puts in order
+#: the length in a window of tokens that a mask has selected: any number on each rank, in no common order
 CHOSEN = -1
 
 
-def whole_tokens(x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
+def gather_tokens(x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
     """Return the tokens of all ranks in the order of the sequence: [.., tokens / ranks, ..] -> [.., tokens, ..]."""
     sequence, count = _sequence(parallel), place.count(x.shape)
     start, stop, total = place.window or (0, count * sequence.num_shards, count * sequence.num_shards)
     if total == CHOSEN:
-        raise MixesPartsError("brings tokens together that a mask has chosen")
+        raise MixesPartsError("gathers tokens that a mask has selected")
     x, dim = x.unflatten(place.dim, (place.before, count, place.after)), place.dim + 1
     if place.window is not None:
         rows = _rows_in(place.window, parallel)
@@ -39,17 +40,17 @@ def whole_tokens(x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
     return x.flatten(dim - 1, dim + 1)
 
 
-def own_tokens(x: Tensor, dim: int, place: Place, parallel: HasRegions) -> Tensor:
+def select_own_tokens(x: Tensor, dim: int, place: Place, parallel: HasRegions) -> Tensor:
     """Return this rank's tokens of a tensor that has those of all ranks: [.., tokens, ..] -> [.., tokens / ranks, ..].
 
     Args:
-        dim: of the tokens.
-        place: how the tensor that they meet is split.
+        dim: the dim of the tokens.
+        place: the place of the tokens in the split operand.
     """
     count = x.shape[dim] // (place.before * place.after)
     start, _, total = place.window or (0, count, count)
     if total == CHOSEN:
-        raise MixesPartsError("lets tokens that a mask has chosen meet a plain tensor")
+        raise MixesPartsError("combines tokens that a mask has selected with a plain tensor")
     rows = _positions(total, parallel, x.device)
     if place.window is not None:
         rows = rows[_rows_in(place.window, parallel).to(x.device)] - start
@@ -58,21 +59,21 @@ def own_tokens(x: Tensor, dim: int, place: Place, parallel: HasRegions) -> Tenso
     return x.unflatten(dim, (place.before, count, place.after)).index_select(dim + 1, rows).flatten(dim, dim + 2)
 
 
-def sliced(x: Tensor, dim: int, window: Window, parallel: HasRegions) -> Tensor:
-    """Return this rank's tokens among those of a window; ``x`` has a rank's part of all."""
+def select_window(x: Tensor, dim: int, window: Window, parallel: HasRegions) -> Tensor:
+    """Return those of this rank's tokens that are in a window: [.., tokens / ranks, ..] -> [.., n, ..]."""
     return x.index_select(dim, _rows_in(window, parallel).to(x.device))
 
 
-def one_token(x: Tensor, dim: int, number: int, total: int, parallel: HasRegions) -> Tensor:
-    """Return one token of all, with its dim of one: [.., tokens / ranks, ..] -> [.., 1, ..]."""
-    mine = sliced(x, dim, (number, number + 1, total), parallel)
-    if not mine.shape[dim]:  # zero, but a node of the graph, whose backward sums over ranks as theirs
+def broadcast_token(x: Tensor, dim: int, number: int, total: int, parallel: HasRegions) -> Tensor:
+    """Return one token of the sequence on all ranks: [.., tokens / ranks, ..] -> [.., 1, ..]."""
+    mine = select_window(x, dim, (number, number + 1, total), parallel)
+    if not mine.shape[dim]:  # zeros in the graph, so that this rank takes part in the sum of the backward
         mine = x.narrow(dim, 0, 1)
         mine = mine.masked_fill(mine.new_ones((), dtype=torch.bool), 0)
-    return over_ranks(mine, parallel)
+    return sum_over_ranks(mine, parallel)
 
 
-def leaves_all_some(window: Window, parallel: HasRegions) -> bool:
+def all_ranks_have_some(window: Window, parallel: HasRegions) -> bool:
     """Return whether each rank has some of the tokens in a window."""
     start, stop, total = window
     sequence = _sequence(parallel)
@@ -82,7 +83,7 @@ def leaves_all_some(window: Window, parallel: HasRegions) -> bool:
 
 
 def require_unpadded(place: Place, count: int, parallel: HasRegions) -> None:
-    """Raise MixesPartsError where the last of the tokens are padding, which would count."""
+    """Raise MixesPartsError if the last tokens are padding, since the result would depend on them."""
     num_tokens, total = parallel.batch_info.num_tokens, place.window[2] if place.window else count
     if num_tokens is not None and total not in (num_tokens, CHOSEN):
         raise MixesPartsError(
@@ -94,11 +95,11 @@ def require_unpadded(place: Place, count: int, parallel: HasRegions) -> None:
 # --- reductions
 
 
-def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegions) -> Tensor:
+def reduce_tokens(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegions) -> Tensor:
     """Return a reduction of the tokens of all ranks, the same on all of them.
 
     Args:
-        whole: the elements that all ranks have together for one that this rank has in the result.
+        whole: the number of elements, on all ranks together, that one element of the result reduces.
     """
     dims = as_dims(call.get("dim"))
     along = tuple(range(x.dim())) if dims is None else tuple(dim % x.dim() for dim in dims)
@@ -106,11 +107,11 @@ def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegion
     name = call.name
     if name == "mean":
         dtype = call.get("dtype")
-        return over_ranks(x.sum(along, keepdim, dtype=dtype), parallel) / whole
+        return sum_over_ranks(x.sum(along, keepdim, dtype=dtype), parallel) / whole
     if name in ("var", "std"):
         correction = call.get("correction", default=1 if call.get("unbiased", default=True) else 0)
-        centred = x - over_ranks(x.sum(along, keepdim=True), parallel) / whole
-        variance = over_ranks(centred.square().sum(along, keepdim), parallel) / max(whole - correction, 0)
+        centred = x - sum_over_ranks(x.sum(along, keepdim=True), parallel) / whole
+        variance = sum_over_ranks(centred.square().sum(along, keepdim), parallel) / max(whole - correction, 0)
         return variance if name == "var" else variance.sqrt()
     if name in ("norm", "linalg_vector_norm", "linalg_norm"):
         order = call.get("ord", "p")
@@ -122,14 +123,14 @@ def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegion
     if name in ("sum", "nansum", "count_nonzero"):
         x = x != 0 if name == "count_nonzero" else x
         total = torch.nansum if name == "nansum" else torch.sum
-        return over_ranks(total(x, along, keepdim, dtype=call.get("dtype")), parallel)
+        return sum_over_ranks(total(x, along, keepdim, dtype=call.get("dtype")), parallel)
     reduce = _REDUCTIONS.get(name)
     if reduce is None or (dims is not None and name in ("max", "min")):
         raise MixesPartsError("reduces the split dim")
     return reduce(_by_rank(reduce(x, along, keepdim), parallel), (0,), False)
 
 
-def rescaled(call: Call, x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
+def normalize_tokens(call: Call, x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
     """Return a rank's part of the softmax, its logarithm, or the normalized vector along the tokens of all ranks."""
     if call.name == "normalize":
         order, eps = call.get("p", default=2.0), call.get("eps", default=1e-12)
@@ -143,18 +144,18 @@ def rescaled(call: Call, x: Tensor, place: Place, parallel: HasRegions) -> Tenso
 
 def _norm_of_parts(norms: Tensor, order: float, parallel: HasRegions) -> Tensor:
     if order == 0:  # the number of elements that are not zero
-        return over_ranks(norms, parallel)
+        return sum_over_ranks(norms, parallel)
     return torch.linalg.vector_norm(_by_rank(norms, parallel), order, 0)
 
 
-def reduced_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegions, whole: int) -> Tensor:
+def reduce_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegions, whole: int) -> Tensor:
     """Return one of torch's losses, summed or averaged over the elements of all ranks.
 
     Args:
-        function: calls it with the keyword arguments that it is given beside those of the call.
-        whole: labels, or elements, of all ranks.
+        function: calls the loss with the arguments of the call, updated by its own keyword arguments.
+        whole: the number of labels, or of elements, on all ranks.
     """
-    total = over_ranks(function(reduction="sum"), parallel)
+    total = sum_over_ranks(function(reduction="sum"), parallel)
     if call.get("reduction", default="mean") == "sum":
         return total
     if call.name not in ("cross_entropy", "nll_loss"):
@@ -164,7 +165,7 @@ def reduced_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegio
         return total / whole
     valid = target != call.get("ignore_index", default=-100)
     counted = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
-    return total / over_ranks(counted.sum().to(total.dtype), parallel)
+    return total / sum_over_ranks(counted.sum().to(total.dtype), parallel)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, tuple[int, ...], bool], Tensor]] = {
@@ -181,14 +182,14 @@ _REDUCTIONS: dict[str, Callable[[Tensor, tuple[int, ...], bool], Tensor]] = {
 # --- attention
 
 
-def attended(call: Call, parallel: HasRegions, places: Sequence[Place], totals: Sequence[int]) -> Tensor:
+def attend_to_all(call: Call, parallel: HasRegions, places: Sequence[Place], totals: Sequence[int]) -> Tensor:
     """Return the attention of this rank's queries to the tokens of all ranks.
 
-    Without a mask tokens go round the ring, or are exchanged for heads. With one, with dropout, and of a slice of the
-    tokens, keys and values are gathered, and the mask has the rows of this rank's queries.
+    Keys and values go round the ring, or tokens are exchanged for heads. With a mask, with dropout, or for a slice of
+    the tokens, keys and values are gathered instead; the mask has the rows of this rank's queries.
 
     Args:
-        places: how queries, keys and values are split.
+        places: the places of the tokens in query, key and value.
         totals: the number of queries, and of keys, of all ranks.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -204,15 +205,15 @@ def attended(call: Call, parallel: HasRegions, places: Sequence[Place], totals: 
         and all(place == Place(2) for place in places)
     ):
         return attend(query, key, value, sequence.ring, sequence.ulysses, causal=bool(causal), scale=scale)
-    key, value = (whole_tokens(x, place, parallel) for x, place in zip((key, value), places[1:], strict=True))
+    key, value = (gather_tokens(x, place, parallel) for x, place in zip((key, value), places[1:], strict=True))
     if causal:
         queries, keys = (torch.arange(total, device=query.device) for total in totals)
-        mask = own_tokens(queries, 0, places[0].at(0), parallel)[:, None] >= keys
+        mask = select_own_tokens(queries, 0, places[0].at(0), parallel)[:, None] >= keys
     grouped = bool(call.get("enable_gqa", default=False))
     return F.scaled_dot_product_attention(query, key, value, mask, dropout or 0.0, scale=scale, enable_gqa=grouped)
 
 
-# --- what they are made of
+# --- helpers
 
 
 def _sequence(parallel: HasRegions) -> SequenceSplit:
@@ -220,7 +221,7 @@ def _sequence(parallel: HasRegions) -> SequenceSplit:
     return parallel.sequence
 
 
-def over_ranks(x: Tensor, parallel: HasRegions) -> Tensor:
+def sum_over_ranks(x: Tensor, parallel: HasRegions) -> Tensor:
     """Return the sum of a tensor over the sequence ranks; the gradient is summed, too."""
     return conjugate(x, "sum", "sum", parallel.context.group(_sequence(parallel).axes))
 
@@ -238,7 +239,7 @@ def _positions(total: int, parallel: HasRegions, device: Any) -> Tensor:
 
 
 def _rows_in(window: Window, parallel: HasRegions) -> Tensor:
-    """Return which of this rank's tokens are in a window, on the CPU."""
+    """Return the indices of this rank's tokens that are in a window, on the CPU."""
     start, stop, total = window
     positions = _positions(total, parallel, "cpu")
     return ((positions >= start) & (positions < stop)).nonzero().squeeze(1)

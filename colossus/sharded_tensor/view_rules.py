@@ -17,11 +17,11 @@ from colossus.sharded_tensor.placement import MixesPartsError, Place, Placement,
 from colossus.sharded_tensor.sizes import shape_of
 from colossus.sharded_tensor.token_collectives import (
     CHOSEN,
-    leaves_all_some,
-    one_token,
-    over_ranks,
+    all_ranks_have_some,
+    broadcast_token,
     require_unpadded,
-    sliced,
+    select_window,
+    sum_over_ranks,
 )
 from colossus.sharded_tensor.user_backward import runs_user_backward
 
@@ -33,15 +33,15 @@ class At:
         parts: whether ranks hold contiguous parts of the dim, which may be cut into groups: not of a sequence, whose
             ranks hold tokens in the order of its attention.
         placement: the axes of the operands; ``parallel`` is what knows the ranks.
-        met: plain operands that have all of a split dim: each with its dim, from the right, and the place there.
-        gathered: operands whose tokens are to be those of all ranks.
-        instead: computes the result from a call of plain local operands, in the place of the function.
+        sliced: operands that have all of a split dim: each with that dim, from the right, and its place.
+        gathered: operands that the function gets with the tokens of all ranks.
+        instead: the function to call with local operands in place of the called one; None: the called one.
     """
 
     def __init__(self, role: str, placement: Placement) -> None:
         self.role, self.parts = role, role != "sequence"
         self.placement, self.parallel = placement, placement.parallel
-        self.met: list[tuple[Tensor, int, Place]] = []
+        self.sliced: list[tuple[Tensor, int, Place]] = []
         self.gathered: list[Tensor] = []
         self.instead: Callable[[Call], Tensor] | None = None
 
@@ -54,12 +54,13 @@ class At:
         segments: list[Segment] = x.placement.segments(x.shape)  # type: ignore[attr-defined]
         return next(segment.whole for segment in segments if self.role in segment.roles)
 
-    def meet(self, x: Tensor, right: int, place: Place, whole: int) -> None:
-        """Let a plain operand meet what is split: it is broadcast, or its part is taken where it has all.
+    def slice_plain(self, x: Tensor, right: int, place: Place, whole: int) -> None:
+        """Record that ranks take their part of a plain operand, unless its dim is broadcast.
 
         Args:
             right: the dim, from the right.
-            whole: elements along the split dim of all ranks.
+            place: the place of the split dim in the other operand.
+            whole: the elements along the split dim on all ranks together.
         """
         if x.dim() < -right or x.shape[right] == 1:
             return
@@ -69,26 +70,26 @@ class At:
             whole_axes, axes = self.placement.axes("batch")
             if axes[: len(whole_axes)] != whole_axes:
                 raise MixesPartsError(
-                    f"lets a plain tensor of shape {tuple(x.shape)} meet samples that ranks have exchanged: it has "
+                    f"combines a plain tensor of shape {tuple(x.shape)} with samples that ranks have exchanged: it has "
                     f"those of this rank, and not all ranks need to have one"
                 )
         if x.shape[right] == size and not (is_flat and self.parts):
-            self.met.append((x, right, place))
+            self.sliced.append((x, right, place))
         elif not runs_user_backward():  # there what has the size of a part is one
             raise MixesPartsError(
-                f"lets dim {x.dim() + right} of a plain tensor of shape {tuple(x.shape)} meet a dim of {size} that is "
-                f"split: it must have all {size}, the same on all ranks, or one"
+                f"combines dim {x.dim() + right} of a plain tensor of shape {tuple(x.shape)} with a dim of {size} that "
+                f"is split: it must have all {size}, the same on all ranks, or one"
             )
 
     def join(self, x: Tensor, right: Place, whole: int) -> None:
-        """Let an operand meet what is split at ``right``, from the right: a plain one, or one that is split so, too.
+        """Check that an operand is split at ``right``, from the right, too, or take the part of a plain one.
 
         Raises:
-            MixesPartsError: for one that is split otherwise, but for tokens, which are put together and taken anew.
+            MixesPartsError: the operand is split in another way. Tokens are gathered and sliced anew instead.
         """
         place = self(x)
         if place is None:
-            self.meet(x, right.dim, right, whole)
+            self.slice_plain(x, right.dim, right, whole)
             return
         place = place.at(place.dim - x.dim())
         if place == right or not x.dim():
@@ -96,12 +97,12 @@ class At:
         size = shape_of(x)[right.dim] if x.dim() >= -right.dim else 1
         if self.parts or size not in (1, whole * right.before * right.after):
             raise MixesPartsError(
-                f"brings what is split in a dim of {whole} together with what is split in dim {place.dim + x.dim()} of "
-                f"shape {tuple(shape_of(x))}"
+                f"combines a tensor that is split in a dim of {whole} with one that is split in dim "
+                f"{place.dim + x.dim()} of shape {tuple(shape_of(x))}"
             )
         self.gathered.append(x)
         if size != 1:
-            self.met.append((x, right.dim, right))
+            self.sliced.append((x, right.dim, right))
 
     def gather(self, x: Tensor) -> None:
         """Let an operand have the tokens of all ranks."""
@@ -124,7 +125,7 @@ def place_of(at: At, x: Any) -> Place:
 
 
 def aligned(at: At, operands: Sequence[Any]) -> Place:
-    """Return the place, from the right, in what operands that meet element by element give."""
+    """Return the place, from the right, in the result of an element-wise function of these operands."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     split = [x for x in tensors if at(x) is not None]
     first = max(split, key=lambda x: math.prod(shape_of(x)))  # the same on all ranks, whatever each has of it
@@ -222,21 +223,21 @@ def _of_tokens(at: At, x: Tensor, index: tuple[Any, ...], number: int, out: Plac
         if stop == total:
             require_unpadded(place, total, parallel)
         chosen = (*index[:number], 0 if isinstance(part, int) else slice(None), *index[number + 1 :])
-        at.instead = lambda call: one_token(call.get("self"), place.dim, start, total, parallel)[chosen]
+        at.instead = lambda call: broadcast_token(call.get("self"), place.dim, start, total, parallel)[chosen]
         return None
     window = (start, max(start, stop), total)
-    if not leaves_all_some(window, parallel):
+    if not all_ranks_have_some(window, parallel):
         at.gather(x)
         return None
     rest = (*index[:number], slice(None), *index[number + 1 :])
-    at.instead = lambda call: sliced(call.get("self"), place.dim, window, parallel)[rest]
+    at.instead = lambda call: select_window(call.get("self"), place.dim, window, parallel)[rest]
     return out._replace(window=window)
 
 
 def _chosen_by(at: At, mask: Tensor) -> Place:
-    """Return the place of the tokens that a mask of them has chosen: some of each rank's."""
+    """Return the place of the tokens that a mask selects: any number on each rank."""
     count = mask.as_subclass(Tensor).sum()
-    return Place(0, window=(0, int(over_ranks(count, at.parallel)), CHOSEN))
+    return Place(0, window=(0, int(sum_over_ranks(count, at.parallel)), CHOSEN))
 
 
 def _without_ellipsis(parts: tuple[Any, ...], ndim: int) -> list[Any]:

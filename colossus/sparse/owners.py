@@ -285,7 +285,7 @@ class RowExchange:
         # a rank that sums gradients needs those of all others
         for other in requests if first.kind == Kind.SUM else active:
             if (other.kind, other.table) != (first.kind, first.table):
-                at, other_at = (f"the {one.kind.name} of {self._tables[one.table].name!r}" for one in (first, other))
+                at, other_at = (f"the {peer.kind.name} of {self._tables[peer.table].name!r}" for peer in (first, other))
                 raise located_error(
                     f"rank {first.rank} is at {at} while rank {other.rank} is at {other_at}: rows of tables that have "
                     f"owners are exchanged by all ranks at once. Every rank must look up in the same tables as often "
@@ -293,7 +293,7 @@ class RowExchange:
                     f"`if` in a forward that depends on the rank or on the data",
                     RuntimeError,
                 )
-        return lengths, replace(first, is_used=any(one.is_used for one in requests))
+        return lengths, replace(first, is_used=any(peer.is_used for peer in requests))
 
     # -- ids ----------------------------------------------------------------------------------------------
 

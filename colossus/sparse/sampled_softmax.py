@@ -147,9 +147,9 @@ class SampledSoftmax(Layer):
         self.decide_gradients(self.bias, self.parallel.regions.whole)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        x, at = unwrap(x, self.parallel)
+        x, placement = unwrap(x, self.parallel)
         labels = local(labels).long()
-        x = move(x, at.activation, self.looked_up, self.parallel)
+        x = move(x, placement.activation, self.looked_up, self.parallel)
         if labels.shape != x.shape[:-1]:
             raise located_error(
                 f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank"

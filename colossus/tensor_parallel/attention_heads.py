@@ -18,17 +18,20 @@ def head_problems(
     """Return the problems of these sizes on any number of ranks, one line each.
 
     Args:
-        num_kv_heads: heads of grouped-query attention (2305.13245); else num_heads.
+        hidden_size: features of the attention's input.
+        num_heads: heads of queries.
+        num_kv_heads: heads of keys and values (grouped-query attention, 2305.13245); num_heads without groups.
         head_dim: features of a head; None where they are hidden_size / num_heads.
+        rotary: whether queries and keys have rotary positions.
         prefix: prefix of the names of sizes, ``model.`` for the keys of a config.
     """
     problems = []
-    pairs, turns = (2, "2 x ") if rotary else (1, "")  # rotary positions rotate pairs of features
+    pairs, factor = (2, "2 x ") if rotary else (1, "")  # rotary positions rotate pairs of features
     if head_dim is not None:
         if head_dim % pairs:
             problems.append(not_a_multiple(f"{prefix}head_dim", head_dim, "2, since rotary positions rotate pairs", 2))
     elif hidden_size % (pairs * num_heads):
-        by = f"{turns}{prefix}num_heads = {pairs * num_heads}{' (rotary positions rotate pairs)' * rotary}"
+        by = f"{factor}{prefix}num_heads = {pairs * num_heads}{' (rotary positions rotate pairs)' * rotary}"
         problems.append(not_a_multiple(f"{prefix}hidden_size", hidden_size, by, pairs * num_heads))
     if num_heads % num_kv_heads:
         problems.append(
@@ -39,9 +42,10 @@ def head_problems(
 
 
 def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -> list[IndivisibleSize]:
-    """Return the numbers of heads that do not divide over the ranks of the inner region's features.
+    """Return the numbers of heads that the ranks that split features inside a column/row pair do not divide.
 
-    Heads are never cut. Key/value heads may also be fewer than the ranks, if they divide these (`are_replicated`).
+    Heads are never cut. There may be fewer key/value heads than ranks, if their number divides the ranks' (see
+    `are_replicated`).
     """
     axes = shardings.regions.inner.features
     ways = shardings.ways(axes)
@@ -54,15 +58,15 @@ def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -
 
 
 def are_replicated(num_kv_heads: int, shardings: Shardings | None) -> bool:
-    """Return whether key/value heads are fewer than the ranks that split heads, so that each rank stores all."""
+    """Return whether key/value heads are fewer than the ranks that split heads, so that each rank stores them all."""
     return shardings is not None and num_kv_heads < shardings.ways(shardings.regions.inner.features)
 
 
 def uneven_kv_heads(num_kv_heads: int, by: str, prefix: str = "") -> str:
-    """Return why these key/value heads do not fit more ranks than there are heads.
+    """Return the message that fewer key/value heads than ranks do not divide the number of ranks.
 
     Args:
-        by: names these ranks with their number (``parallel.tensor.size = 4``).
+        by: name and number of these ranks (``parallel.tensor.size = 4``).
     """
     return (
         f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: where key/value heads are fewer than the ranks, "

@@ -1,7 +1,7 @@
-"""The traffic of a matmul as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
+"""The traffic of a matmul by formula: the calls of one rank and the elements that it sends. No torch.
 
-The moves of every mode follow from its sharding, so one formula serves all; `tests/tensor_parallel/test_traffic.py`
-compares it with the count when the layers run. Elements are the nominal count of `colossus.comm.accounting`.
+The moves of every mode follow from its sharding, so one formula serves all modes. A test compares it with the count
+when the layers run. Elements are the nominal count of `colossus.comm.accounting`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding
 
-#: after a move over n ranks, a rank has n ** this times as many elements as before
+#: move -> exponent e: over n ranks, the move multiplies the elements that a rank has by n ** e
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
 @dataclass(frozen=True)
 class RouteTraffic:
-    """The traffic of one operand: of its moves in forward, and of those of its gradient in backward."""
+    """The traffic of one operand: its moves in forward, and those of its gradient in backward."""
 
     forward: Traffic
     backward: Traffic
@@ -56,14 +56,14 @@ class MatmulTraffic:
         """Return the traffic of the gradients of x and w.
 
         Args:
-            keep: backward uses the x that forward gathered; else it gathers x again.
+            keep: whether backward uses the x that forward gathered; else it gathers x again.
             weights: scope of the weight (see `GatheredWeights`); ``step`` counts one microbatch of a step.
         """
         again = (Traffic() if keep else self.x.forward) + (self.w.forward if weights == "matmul" else Traffic())
         return self.y.backward + self.x.backward + self.w.backward + again
 
     def step(self, microbatches: int, *, keep: bool = False, weights: str = "matmul") -> Traffic:
-        """Return the traffic of all microbatches of a step; scope ``step`` moves the weight once in each direction."""
+        """Return the traffic of a step. With scope ``step`` the weight moves once in each direction."""
         microbatch = self.forward() + self.backward(keep=keep, weights=weights)
         if weights != "step":
             return microbatch * microbatches
@@ -83,8 +83,9 @@ def matmul_traffic(
     """Return the traffic of one linear for x of global ``shape`` [.., in_features] per data replica.
 
     Args:
-        source, target: layouts of the caller's x and y.
-        shape: global, over all axes that split x.
+        sharding: sharding of the weight.
+        source, target: layouts of x before the linear and of y behind it.
+        shape: global shape of x, before any axis but data splits it.
         out_features: features of y, the sum of all outputs of a fused linear.
         sizes: ranks along each axis.
     """

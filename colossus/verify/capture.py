@@ -25,8 +25,8 @@ from colossus.schedule.executor import StepObserver
 from colossus.sharded_tensor.regions import local, to_whole
 from colossus.state.parameters import buffers_of, parameter_boxes
 
+#: the name of the output of the full model
 MODEL = "the model"
-"""The name of the output of the full model."""
 
 
 class Shard(NamedTuple):

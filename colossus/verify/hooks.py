@@ -29,12 +29,12 @@ from colossus.verify.capture import (
 )
 from colossus.verify.verify_report import Finding
 
+#: the smallest scale of a difference, as a fraction of the common norm of all tensors of the kind
 FLOOR = 1e-3
-"""The smallest scale of a difference, as a fraction of the common norm of all tensors of the kind."""
 
+#: the bounds of rounding: `SMALL` is a fraction of the root mean square of a parameter's gradient, `NOISE` of that of
+#: all gradients. An element below either may consist mostly of rounding errors.
 SMALL, NOISE = 1e-6, 1e-9
-"""The bounds of rounding: `SMALL` is a fraction of the root mean square of a parameter's gradient, `NOISE` of that of
-all gradients. An element below either may consist mostly of rounding errors."""
 
 
 class Recorder(Hook, StepObserver):

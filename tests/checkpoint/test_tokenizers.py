@@ -12,7 +12,7 @@ from helpers.tokenizer import TEXT, make_tokenizer
 
 import colossus
 from colossus.checkpoint.errors import DamagedCheckpoint
-from colossus.checkpoint.folder import locate, named
+from colossus.checkpoint.folder import checkpoint_steps, locate
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.cli.main import main
@@ -54,8 +54,8 @@ def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path) -> None:
     content, runs = path.read_bytes(), tmp_path / "runs"
     data = dict(type="TextFolder", path=str(text), tokenizer=str(path.parent))
     run_ranks(2, train, runs, data, 3, path, 2, with_context=False)
-    assert [*named(runs).values()] == [2, 3]
-    for folder in named(runs):
+    assert [*checkpoint_steps(runs).values()] == [2, 3]
+    for folder in checkpoint_steps(runs):
         manifest = read_manifest(folder)
         assert manifest.tokenizer == "tokenizer.json"
         assert (folder / "tokenizer.json").read_bytes() == content

@@ -114,7 +114,7 @@ def test_devices_are_shown_with_what_joins_them(
     assert rows[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
     assert rows[4:] == [("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5")]
     (advice,) = advise_devices(found)
-    assert advice.startswith("devices 0 and 2 do not reach each other directly (4 such pair(s))")
+    assert advice.startswith("devices 0 and 2 do not reach each other directly (4 such pairs)")
     used: list[dict[str, Any]] = []
 
     def measure(nproc: int, **options: Any) -> None:
@@ -158,7 +158,7 @@ def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert advise_devices(examine_devices()) == []  # a machine without any
     (tmp_path / "nvidia0").touch()
     (advice,) = advise_devices(examine_devices())
-    assert advice.startswith(f"this machine has 1 NVIDIA device(s), but torch {torch.__version__} (CUDA ")
+    assert advice.startswith(f"this machine has 1 NVIDIA device, but torch {torch.__version__} (CUDA ")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert advise_devices(examine_devices())[0].startswith("CUDA_VISIBLE_DEVICES= hides all devices: unset it")
 

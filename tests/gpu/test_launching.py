@@ -72,7 +72,7 @@ def test_a_launched_run(device: torch.device, ranks: DeviceRanks, tmp_path: Path
     backend = [f"comm.backend={ranks.backend(world)}"] if world > 1 else []
     code, text = launch(tmp_path, f"parallel.data={world}", f"device={device.type}", *backend)
     assert code == 0, text
-    assert f"{world} process(es) on {device.type}" in text, text
+    assert f"{world} {'process' if world == 1 else 'processes'} on {device.type}" in text, text
     assert "done: 5 steps" in text, text
 
 

@@ -59,7 +59,7 @@ def lose_and_take_back(folder: Path, *, in_memory: bool) -> list[str]:
     if (second["cause"], second["steps_redone"]) != ("more nodes are there", 0):
         found.append(f"the second restart is {second}")
     where = "/dev/shm/colossus-memory-" if in_memory else str(run)
-    if f"restarted behind step {first['from_step']}, from {where}" not in ended[0][2]:
+    if f"restarted after step {first['from_step']}, from {where}" not in ended[0][2]:
         found.append("the run did not go on from where it should")
     found += differences(run, folder)
     return [*found, "".join(out + err for _, out, err in ended)] if found else []

@@ -58,7 +58,9 @@ class ThreadRanks:
     def part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor that is split in ``dim``."""
         place = Place(dim)
-        local = tokens.own_tokens(x, dim, place, self.parallel) if self.role == "sequence" else self.chunk(x, dim)
+        local = (
+            tokens.select_own_tokens(x, dim, place, self.parallel) if self.role == "sequence" else self.chunk(x, dim)
+        )
         return mark(local, Placement(self.parallel, _ACTIVATIONS[self.role], _WHOLE, ((self.role, place),)))
 
     def whole(self, x: Any) -> Tensor:
@@ -68,7 +70,7 @@ class ThreadRanks:
         if place is None:
             return x  # type: ignore[no-any-return]
         if self.role == "sequence":
-            return tokens.whole_tokens(plain(x), place, self.parallel)
+            return tokens.gather_tokens(plain(x), place, self.parallel)
         apart = plain(x).unflatten(place.dim, (place.before, place.count(plain(x).shape), place.after))
         return exchanged(apart, "gather", "slice", self, place.dim + 1).flatten(place.dim, place.dim + 2)
 
@@ -143,11 +145,11 @@ def exchanged(x: Tensor, forward: str, backward: str, group: ThreadRanks, dim: i
 def _attend(query: Tensor, key: Tensor, value: Tensor, ring: ThreadRanks, ulysses: Any, **options: Any) -> Tensor:
     """Stand for `colossus.sequence_parallel.attend.attend`, which sends tokens round a ring of processes."""
     place = Place(2)
-    q, k, v = (tokens.whole_tokens(x, place, ring.parallel) for x in (query, key, value))
+    q, k, v = (tokens.gather_tokens(x, place, ring.parallel) for x in (query, key, value))
     causal = options["causal"]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options["scale"])
     # each rank has computed all of it: of the sum of the gradients of queries, which all bring, its own are its part
-    return tokens.own_tokens(out, 2, place, ring.parallel)
+    return tokens.select_own_tokens(out, 2, place, ring.parallel)
 
 
 @contextmanager
@@ -156,6 +158,6 @@ def thread_ranks(role: str, ring: bool = True) -> Iterator[ThreadRanks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "conjugate", exchanged)
         patch.setattr(redistribute, "conjugate", exchanged)
-        patch.setattr("colossus.sharded_tensor.met_operands.conjugate", exchanged)
+        patch.setattr("colossus.sharded_tensor.local_operands.conjugate", exchanged)
         patch.setattr(tokens, "attend", _attend)
         yield ThreadRanks(role, ring)

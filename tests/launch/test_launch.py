@@ -40,7 +40,7 @@ def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
     code, out, err = launch(tmp_path)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "tiny: data 2, 2 process(es) on cpu, 10 parameters"
+    assert lines[0] == "tiny: data 2, 2 processes on cpu, 10 parameters"
     assert [line.split("  ")[0] for line in lines[2:-1]] == [
         *("step 1/5", "step 2/5", "step 2/5", "step 4/5", "step 4/5", "step 5/5", "step 5/5")
     ]
@@ -285,7 +285,7 @@ def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixt
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["plan"] == "pipeline 1 x data 2 x sequence 1 x tensor 2 = 4 processes (tensor mode 1d)"
     assert lines["parameters"] == "842,496 in the model, 431,104 on rank 0"
-    assert lines["batch"] == "32 sequences per step: 2 data rank(s) x 1 microbatch(es) x 16"
+    assert lines["batch"] == "32 sequences per step: 2 data ranks x 1 microbatch x 16"
     assert lines["steps"].startswith("7, fp32")
     assert not Path("elsewhere").exists()
 

@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_does_not_need_its_config_to_be_written(
 
     monkeypatch.setattr(Path, "write_text", write_text)
     run_folder.write_start(tmp_path, CONFIG)
-    assert f"{tmp_path / 'config.json'} cannot be written (No space left on device); training goes on" in (
+    assert f"{tmp_path / 'config.json'} cannot be written (No space left on device); training continues" in (
         capsys.readouterr().err
     )
 

@@ -148,7 +148,7 @@ def test_checkpoints_of_another_run_are_not_touched() -> None:
     told = refused(*ours)
     assert told.startswith(
         "checkpoint.dir shared: holds 2 checkpoints of another run already (the newest is step-00000006), which this "
-        "run would replace and remove; --resume goes on with it"
+        "run would replace and remove; --resume continues it"
     )
     assert not Path("runs").exists()
     elsewhere = saved("elsewhere", 9)

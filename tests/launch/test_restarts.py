@@ -58,7 +58,7 @@ def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path) -> N
     code, _, err = run(tmp_path / "twice", *keys, TROUBLES="kill@6 kill@6")
     assert code == 0, err
     assert "restart 2 of 2: the ranks start again\n" in err
-    assert "restarted behind step 0, with the beginning, since nothing was saved: 5 step(s) come again" in err
+    assert "restarted after step 0, from the beginning, since nothing was saved: 5 steps to repeat" in err
     assert run(tmp_path / "whole", "checkpoint.every=0")[0] == 0
     assert numbers(tmp_path / "twice") == numbers(tmp_path / "whole")
     assert [(row["restart"], row["steps_redone"]) for row in restarts_of(tmp_path / "twice")] == [(1, 5), (2, 5)]

@@ -176,5 +176,5 @@ def test_operands_that_are_split_differently_are_refused() -> None:
         x = torch.ones(2, 4, 4)
         torch.maximum(up(x), layers.to_residual(x, up.parallel))
 
-    with pytest.raises(RankError, match=r"maximum brings together what is split as .*: bring both to one layout"):
+    with pytest.raises(RankError, match=r"maximum combines a tensor that is split as .*: bring both to one layout"):
         run_ranks(2, body, sequence_sharded=True)

@@ -261,7 +261,7 @@ def test_a_tracker_that_fails_is_one_warning(where: str, tmp_path: Path, capfd: 
     engine = FakeEngine(steps=3)
     engine.checkpoints.on_save_after = {2}
     assert fit(engine, [Metrics(tmp_path / "m"), tracker]).steps == 3
-    told = "colossus: Breaks: ConnectionError: no network; rows may be missing, training goes on\n"
+    told = "colossus: Breaks: ConnectionError: no network; rows may be missing, training continues\n"
     assert capfd.readouterr().err == (told if where != "nowhere" else "")
     assert tracker.called == (["start"] if where == "start" else ["start", "write", "write", "write", "close True"])
 

@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
     fit(FakeEngine(steps=4), [Metrics(path)])
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(path)] == [1, 4]
-    told = f"colossus: rows are missing in {path} (is the disk full?); training goes on\n"
+    told = f"colossus: rows are missing in {path} (is the disk full?); training continues\n"
     assert capfd.readouterr().err == told
 
 
@@ -119,7 +119,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     fit(FakeEngine(steps=7, eval_every=5, log_every=3), [Display(tmp_path, stream)])
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "run: no parallelism, 1 process(es) on cpu, 8 parameters"
+    assert lines[0] == "run: no parallelism, 1 process on cpu, 8 parameters"
     assert [line.split("  ")[0] for line in lines[1:-1]] == [
         *("step 1/7", "step 3/7", "step 5/7", "step 6/7", "step 7/7", "step 7/7")
     ]

@@ -152,7 +152,7 @@ def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
             "model.num_kv_heads = 2 is not a multiple of 4, the ranks of parallel.tensor and mode ulysses that get",
         ),
         (dict(sequence=dict(size=6, mode="hybrid", ulysses=4)), {}, "parallel.sequence.ulysses = 4 does not divide"),
-        (dict(sequence=dict(size=4, ulysses=2)), {}, "parallel.sequence.ulysses = 2 means nothing in mode"),
+        (dict(sequence=dict(size=4, ulysses=2)), {}, "parallel.sequence.ulysses = 2 has no effect in mode"),
         (dict(sequence=dict(size=4, mode="rings")), {}, "no sequence mode named 'rings'. Did you mean 'ring'?"),
         (
             dict(sequence=2),

@@ -78,12 +78,12 @@ def test_the_reference_has_the_hooks_of_parameters(verify: Verify, monkeypatch: 
     code, out, _ = verify(HOOKED, "parallel.tensor=2")
     assert code == 0, out
     with monkeypatch.context() as patched:
-        patched.setattr("colossus.convert.swap.take_hooks", lambda made, parameter: None)
+        patched.setattr("colossus.convert.swap.share_hooks", lambda made, parameter: None)
         code, out, _ = verify(HOOKED, "parallel.data=2")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the gradient of up.weight\n")
     with monkeypatch.context() as patched:
-        patched.setattr("colossus.convert.swap.take_attributes", lambda made, parameter: None)
+        patched.setattr("colossus.convert.swap.copy_attributes", lambda made, parameter: None)
         code, out, _ = verify(HOOKED, "parallel.tensor=2")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: words.weight after the optimizer\n")

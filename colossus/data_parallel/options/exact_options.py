@@ -36,7 +36,7 @@ class AllReduceOptions(StrategyOptions):
         keys = [key for key in _POWERSGD if key in self.model_fields_set]
         if keys and self.compress != "powersgd":
             problems.append(
-                f"parallel.strategy.{keys[0]} means nothing with compress = {self.compress!r}; it is for 'powersgd'"
+                f"parallel.strategy.{keys[0]} has no effect with compress = {self.compress!r}; it is for 'powersgd'"
             )
         reduce = config.train.precision.reduce
         if self.compress == "bf16" and reduce in ("bf16", "fp16"):

@@ -82,7 +82,7 @@ class ServerOptions(PerReplicaOptions):
             if key in set_fields and getattr(self, key) != 1 and self.algorithm == "sgd":
                 refuse(key, "algorithm 'sgd' pulls and pushes in each step; it is for 'downpour' and the like")
         if "beta" in set_fields and not self.is_elastic:
-            refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
+            refuse("beta", f"has no effect with algorithm = {self.algorithm!r}; it is for 'easgd'")
         return problems
 
     def _staleness_problems(self) -> list[str]:

@@ -17,7 +17,7 @@ from colossus.context.precision import LOW, Precision
 from colossus.context.program import Subject
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
-from colossus.layout.parameter_hooks import take_attributes
+from colossus.layout.parameter_hooks import copy_attributes
 from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
@@ -161,7 +161,7 @@ class FlatRows:
             stored = nn.Parameter(rows.view(shape), requires_grad=param.requires_grad)
             spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
             self.stored[param] = mark_split(attach(stored, spec))
-            take_attributes(stored, param)
+            copy_attributes(stored, param)
             if param._backward_hooks is not None:  # both share one dict, also for hooks that are added later
                 stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:

@@ -27,8 +27,8 @@ class Zero(Strategy):
     | stage | stored by rows | whole |
     |---|---|---|
     | 1 | optimizer state | parameters; gradients until the step ends |
-    | 2 | and gradients | parameters; the gradients of a block until they are reduced |
-    | 3 | and parameters | the parameters of a block while it runs; those of the root block for the step |
+    | 2 | also gradients | parameters; the gradients of a block until they are reduced |
+    | 3 | also parameters | the parameters of a block while it runs; those of the root block for the step |
 
     A gradient is reduce-scattered to rows over these axes, and the rows are summed over the other axes. Along data all
     ranks share the rows, or those along ``shard`` where the context has the axes ``replicate`` and ``shard`` (HSDP,
@@ -67,15 +67,15 @@ class Zero(Strategy):
         self._once: dict[int, list[RowGradients]] = {stage: [] for stage in by_stage}
         #: id of a parameter -> its gradients, where they are reduced once in a step
         self._reduced_with: dict[int, RowGradients] = {}
-        self._block_of = {one: block for block in store.blocks for one in block.gradients}
+        self._block_of = {gradients: block for block in store.blocks for gradients in block.gradients}
         for block in reversed(store.blocks):  # the order in which gradients are complete
-            for one in block.gradients:
+            for gradients in block.gradients:
                 # stages are reduced in their order, and these gradients with the last stage of their parameters
-                stage = max((self._stage_of[id(param)] for param in one.params), key=self._order.index)
-                (self._transient if block.is_transient else self._once)[stage].append(one)
+                stage = max((self._stage_of[id(param)] for param in gradients.params), key=self._order.index)
+                (self._transient if block.is_transient else self._once)[stage].append(gradients)
                 if not block.is_transient:
-                    for param in one.params:
-                        self._reduced_with[id(param)] = one
+                    for param in gradients.params:
+                        self._reduced_with[id(param)] = gradients
                         hook = param.register_post_accumulate_grad_hook(self._on_gradient)
                         parts.closing.callback(hook.remove)
         store.runs.on_backward = self._on_backward
@@ -84,7 +84,7 @@ class Zero(Strategy):
         self._complete: set[int] = set()
         #: the stage whose last backward of the step runs
         self._current: int | None = None
-        #: the number of reductions of each stage that have been started, and of stages whose reductions all have
+        #: the number of reductions that each stage has started, and the number of stages that have started all theirs
         self._num_started = dict.fromkeys(by_stage, 0)
         self._num_stages = 0
 
@@ -96,8 +96,8 @@ class Zero(Strategy):
         self._current = stage
 
     def reduce(self, stage: int) -> None:
-        # those of blocks whose backward was differentiated again
-        self._start([one for one in self._transient[stage] if self._block_of[one].stays_for_step])
+        # blocks whose backward is differentiated again (create_graph=True) stay whole, and are reduced only here
+        self._start([grads for grads in self._transient[stage] if self._block_of[grads].stays_for_step])
         self._start(self._once[stage][self._num_started[stage] :])
         self._num_started[stage] = len(self._once[stage])
         self._current = None
@@ -105,14 +105,14 @@ class Zero(Strategy):
 
     def finish(self) -> None:
         """Wait for the sums, set the gradient of each parameter, and call the hooks on it."""
-        for one in self._gradients():
-            one.wait()
-            if one.are_freed and (late := [param for param in one.params if param.grad is not None]):
+        for gradients in self._all_gradients():
+            gradients.wait()
+            if gradients.are_freed and (late := [param for param in gradients.params if param.grad is not None]):
                 raise gradient_in_parts(late[0])
-            one.free()
-            one.set_sums()
-            for param in one.params:
-                summed = one.summed[param]
+            gradients.free()
+            gradients.set_sums()
+            for param in gradients.params:
+                summed = gradients.summed[param]
                 if summed.grad is not None:
                     run_grad_hooks(summed)
         self._started.clear()
@@ -124,8 +124,8 @@ class Zero(Strategy):
         self._rest.finish()
         self.store.accept_gradients()
 
-    def _gradients(self) -> list[RowGradients]:
-        return [one for stage in self._order for one in (*self._transient[stage], *self._once[stage])]
+    def _all_gradients(self) -> list[RowGradients]:
+        return [gradients for stage in self._order for gradients in (*self._transient[stage], *self._once[stage])]
 
     def _on_backward(self, block: ShardedBlock) -> None:
         # a user may run backwards between steps, which are not reduced
@@ -136,8 +136,8 @@ class Zero(Strategy):
         stage = self._current
         if stage is None or self._stage_of[id(param)] != stage:
             return
-        one, several, begin = self._reduced_with[id(param)], self._once[stage], self._num_started[stage]
-        if one in several[:begin]:
+        in_order, begin = self._once[stage], self._num_started[stage]
+        if self._reduced_with[id(param)] in in_order[:begin]:
             raise gradient_in_parts(param)
         self._complete.add(id(param))
         # stages before this one start theirs first. Beside transient blocks, which are gathered and reduced meanwhile,
@@ -145,18 +145,18 @@ class Zero(Strategy):
         if stage != self._order[self._num_stages] or self._transient[stage]:
             return
         end = begin
-        while end < len(several) and all(id(param) in self._complete for param in several[end].params):
+        while end < len(in_order) and all(id(param) in self._complete for param in in_order[end].params):
             end += 1
         self._num_started[stage] = end
-        self._start(several[begin:end])
+        self._start(in_order[begin:end])
 
-    def _start(self, several: Sequence[RowGradients]) -> None:
+    def _start(self, reductions: Sequence[RowGradients]) -> None:
         with as_shards():
-            for one in several:
-                if one in self._started:
-                    one.wait()
-                    self._started.remove(one)
+            for gradients in reductions:
+                if gradients in self._started:
+                    gradients.wait()
+                    self._started.remove(gradients)
                 elif len(self._started) == _MAX_REDUCTIONS:
                     self._started.popleft().wait()
-                one.start()
-                self._started.append(one)
+                gradients.start()
+                self._started.append(gradients)

@@ -103,34 +103,37 @@ def zero_memory(
         states: the number of tensors of a parameter's size in the optimizer: AdamW 2, SGD with momentum 1.
         offload: whether the stored rows are on the host.
     """
-    cut = [[one for one in block if one.shape and (stage == 3 or one.is_trainable)] for block in (*blocks, root)]
-    every = [one for block in cut for one in block]
+    cut = [
+        [param for param in block if param.shape and (stage == 3 or param.is_trainable)] for block in (*blocks, root)
+    ]
+    all_params = [param for block in cut for param in block]
 
     def whole(params: Sequence[ParameterSize]) -> int:
         return sum(
-            (one.ranks * one.elements_per_rank if one.is_view(stage, offload) else one.elements) * one.computed
-            for one in params
+            (param.ranks * param.elements_per_rank if param.is_view(stage, offload) else param.elements)
+            * param.computed
+            for param in params
         )
 
     def gradients(params: Sequence[ParameterSize]) -> int:
-        return sum(one.elements * one.gradient for one in params if one.is_trainable)
+        return sum(param.elements * param.gradient for param in params if param.is_trainable)
 
-    trainable = [one for one in every if one.is_trainable]
+    trainable = [param for param in all_params if param.is_trainable]
     frees = stage == 3 and scope == "matmul"
     return ZeroMemory(
-        stored=sum(one.elements_per_rank * one.stored for one in every if not one.is_view(stage, offload)),
-        whole=whole(every) if stage < 3 else 0,
-        whole_peak=_root_and_two(cut, whole) if frees else whole(every),
-        gradients=sum(one.elements_per_rank * one.stored for one in trainable),
+        stored=sum(param.elements_per_rank * param.stored for param in all_params if not param.is_view(stage, offload)),
+        whole=whole(all_params) if stage < 3 else 0,
+        whole_peak=_root_and_two(cut, whole) if frees else whole(all_params),
+        gradients=sum(param.elements_per_rank * param.stored for param in trainable),
         gradients_peak=gradients(root) + max(map(gradients, cut[:-1]), default=0)
         if stage == 3 and scope != "step"
-        else gradients(every),
-        optimizer=states * sum(one.elements_per_rank * one.stored for one in trainable),
+        else gradients(all_params),
+        optimizer=states * sum(param.elements_per_rank * param.stored for param in trainable),
     )
 
 
 def _root_and_two(cut: Sequence[Sequence[ParameterSize]], size: Callable[[Sequence[ParameterSize]], int]) -> int:
     """Return the size of the root block and of the largest two consecutive blocks."""
     *blocks, root = [size(block) for block in cut]
-    pairs = [one + other for one, other in pairwise(blocks)] or blocks or [0]
+    pairs = [first + second for first, second in pairwise(blocks)] or blocks or [0]
     return root + max(pairs)

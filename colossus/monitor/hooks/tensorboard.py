@@ -13,7 +13,7 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 class TensorBoard(Tracker):
     """Shows each number of the rows as a chart, and histograms.
 
-    A resumed run hides the points of an earlier attempt whose steps come again.
+    A resumed run hides the points of an earlier attempt whose steps are repeated.
     """
 
     def __init__(self, **options: Any) -> None:

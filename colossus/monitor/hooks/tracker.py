@@ -30,7 +30,7 @@ class TrackedRun:
         name: name of the run folder, else that of the config.
         step: optimizer steps done.
         is_resumed: whether it resumes from a checkpoint, or was restarted without one. Later steps that were passed on
-            come again then.
+            are repeated then.
     """
 
     config: Config
@@ -161,7 +161,9 @@ class Tracker(Hook):
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            print(f"colossus: {type(self).__name__}: {problem}; rows may be missing, training goes on", file=sys.stderr)
+            print(
+                f"colossus: {type(self).__name__}: {problem}; rows may be missing, training continues", file=sys.stderr
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.run_id is None else {"run_id": self.run_id}
