@@ -131,8 +131,8 @@ def test_the_most_nodes_for_which_a_plan_fits_are_taken() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("launch.restarts=None", "--nnodes 1:2: a run goes on with fewer nodes by a restart: set launch.restarts"),
-        ("checkpoint.every=0", "--nnodes 1:2: a run goes on with more nodes from a checkpoint: set checkpoint.every"),
+        ("launch.restarts=None", "--nnodes 1:2: a run continues with fewer nodes by a restart: set launch.restarts"),
+        ("checkpoint.every=0", "--nnodes 1:2: a run continues with more nodes from a checkpoint: set checkpoint.every"),
         (
             "parallel.tensor=2 parallel.data=1",
             "tensor 2 = 2 does not divide 1 process, and only data may",

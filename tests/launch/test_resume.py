@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     assert "validation_loss" not in numbers(run)[-1]
     checkpoint = f"run/checkpoints/step-{saved:08d}"
     assert f"stopped by SIGTERM after step {saved}; metrics are in run/metrics.jsonl; " in out
-    assert f"the latest checkpoint is {checkpoint}, `colossus launch .. --resume` goes on from there" in out
+    assert f"the latest checkpoint is {checkpoint}, `colossus launch .. --resume` continues from there" in out
     assert f"step {saved}/16  checkpoint " in out
     assert not (run / "failures").exists()
 
