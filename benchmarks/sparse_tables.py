@@ -6,8 +6,8 @@
 
 The model is WordsLM (an LSTM between tables of words, of pairs of words, and of a sampled softmax) on the source of
 Python's standard library, one row of the tables for each word of a vocabulary: words that the text does not have are
-rows that nobody touches. All methods have the same batches, negatives and optimizer (Adagrad), so their losses agree.
-DDP runs the same layers in plain torch. Columns:
+rows that nobody touches. DDP runs the same layers in plain torch. All methods have the same initial values, batches,
+negatives and optimizer (Adagrad), so their losses agree; the command fails if they do not. Columns:
 
     words/s        of all ranks together, over the median step
     MB/step        that a rank sends, as colossus counts it (rows and ids, and the dense rest)
@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 import colossus
 from benchmarks import common
@@ -36,6 +35,7 @@ from benchmarks.host_ranks import machine_words, measure_each, run_on_hosts
 from benchmarks.hosts import USAGE, make_hosts
 from benchmarks.peers.words_ddp import WordsDDP
 from benchmarks.replica_runs import bytes_on_wire
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import run_local_ranks
@@ -53,6 +53,8 @@ METHODS: dict[str, dict[str, Any] | bool] = {
     "DDP, sparse=True": True,
 }
 _WARM_UP = 2
+#: the largest difference of the last losses, relative: float32 numbers are added in another order
+_LOSS_TOLERANCE = 1e-4
 
 
 @dataclass
@@ -132,13 +134,14 @@ def _ours(config: dict[str, Any], strategy: dict[str, Any], rank: int) -> RankRe
 
 def _ddp(config: dict[str, Any], sparse: bool, rank: int) -> RankResult:
     world = int(os.environ["WORLD_SIZE"])
-    if not dist.is_initialized():  # ranks of one host have joined
-        dist.init_process_group("gloo")
+    engine = colossus.initialize(config)  # for the initial values
+    start = full_state_dict(engine.model, engine.context)
+    peer = WordsDDP(config["model"], config["optimizer"], start, sparse=sparse)
     loaded = load_config(config, nproc=world)
     loaders = loaders_of(loaded, loaded.data, data_rank=rank, data_size=world, device="cpu")
-    peer = WordsDDP(config["model"], config["optimizer"], sparse=sparse)
     result = _steps(config["train"]["steps"], loaders.train, peer.step, lambda: 0.0)
     result.table_bytes = peer.table_bytes
+    engine.close()
     return result
 
 
@@ -222,6 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "sparse_tables", arguments.methods, lambda method, config=config: measure(run, config, method, words)
             )
             rows.extend(measured)
+            losses = [row.loss for row in measured]
+            if losses and max(losses) - min(losses) > _LOSS_TOLERANCE * min(losses):
+                print(f"sparse_tables: the losses of the methods differ: {losses}", file=sys.stderr)
+                some_failed = True
             failed |= some_failed
 
     try:

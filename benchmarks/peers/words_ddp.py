@@ -31,10 +31,6 @@ class PlainWords(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Embedding(vocabulary, width, sparse=sparse)
         self.head_bias = nn.Embedding(vocabulary, 1, sparse=sparse)
-        for table in (self.embedding, self.pairs, self.head):
-            if table is not None:
-                nn.init.normal_(table.weight, std=0.02)
-        nn.init.zeros_(self.head_bias.weight)
 
     def forward(self, inputs: Any, labels: Tensor, step: int) -> Tensor:
         x = self.embedding(inputs["ids"] if self.pairs is not None else inputs)
@@ -57,12 +53,22 @@ def _log(drawn: log_uniform.LogUniformSample, classes: Tensor) -> Tensor:
 class WordsDDP:
     """One rank of a run, one step at a time.
 
+    Args:
+        model, optimizer: the sections of the config.
+        start: the initial values, those of `WordsLM`.
+        sparse: whether the tables' gradients are sparse.
+
     Attributes:
         table_bytes: bytes of this rank's tables and their optimizer state.
     """
 
-    def __init__(self, model: dict[str, Any], optimizer: dict[str, Any], *, sparse: bool) -> None:
-        self._model = DistributedDataParallel(PlainWords(model, sparse=sparse), gradient_as_bucket_view=not sparse)
+    def __init__(
+        self, model: dict[str, Any], optimizer: dict[str, Any], start: dict[str, Tensor], *, sparse: bool
+    ) -> None:
+        words = PlainWords(model, sparse=sparse)
+        own_names = {"head.bias": "head_bias.weight"}
+        words.load_state_dict({own_names.get(name, name): value for name, value in start.items()})
+        self._model = DistributedDataParallel(words, gradient_as_bucket_view=not sparse)
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=optimizer["lr"])
         self._step = 0
         tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
