@@ -43,7 +43,7 @@ def _without_pythons_own() -> list[str]:
 
 
 class _ConfigFinder(MetaPathFinder):
-    """Finds the file of a config's module in the folders of `sys.path`, except those of the standard library."""
+    """A finder of the file of a config's module in the folders of `sys.path`, except those of the standard library."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

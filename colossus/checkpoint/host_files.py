@@ -19,7 +19,7 @@ _SILENCE_SECONDS = 30.0
 
 
 class FileServer:
-    """Answers requests with ranges of the files below a folder.
+    """A server of ranges of the files below a folder.
 
     Args:
         root: the folder.

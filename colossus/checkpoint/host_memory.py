@@ -145,7 +145,7 @@ def _manifest_of(path: Path) -> Manifest | str:
 
 
 class MemoryReader(CheckpointReader):
-    """Reads a checkpoint in memory, whose checksums `HostMemory.newest` has compared.
+    """A reader of a checkpoint in memory, whose checksums `HostMemory.newest` has compared.
 
     Args:
         folder: folder on this host.

@@ -22,7 +22,7 @@ from colossus.context.parallel_context import ParallelContext
 
 
 class MemoryWriter(CheckpointWriter):
-    """Writes checkpoints into the memory of the hosts.
+    """A writer of checkpoints into the memory of the hosts.
 
     Two generations stay. The oldest is removed when a third begins; by then the second is whole on all hosts.
 

@@ -134,7 +134,7 @@ def read_at(descriptor: int) -> ReadAt:
 
 
 class BoxReader:
-    """Reads boxes of chunks; it needs `BLOCK_BYTES` of memory beside the targets."""
+    """A reader of boxes of chunks; it needs `BLOCK_BYTES` of memory beside the targets."""
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)

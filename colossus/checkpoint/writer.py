@@ -103,7 +103,7 @@ class Save:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run into one folder, in which no other run saves. Collective: every rank makes one.
+    """A writer of a run's checkpoints into one folder, in which no other run saves. Collective: every rank makes one.
 
     Args:
         root: the folder of checkpoints, which all ranks see.

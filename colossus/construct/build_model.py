@@ -203,7 +203,7 @@ def keep_attributes_on_meta(module: nn.Module) -> None:
 
 
 class _Materializer:
-    """Makes tensors with values in place of those that a constructor left on the meta device."""
+    """The replacement of tensors that a constructor left on the meta device by tensors with values."""
 
     def __init__(
         self,

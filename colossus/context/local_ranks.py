@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import subprocess
 import tempfile
 import time
 import traceback
@@ -202,8 +203,8 @@ class StallDetector:
     """A detector that tells a hang from a slow or busy machine: nothing has moved for ``patience`` seconds.
 
     Progress is an answer or a line of output (the caller records those), or processor time of the processes and of
-    their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Without
-    /proc, processor times do not count.
+    their children: more than 2 % of one core, since processes that wait for each other wake up now and then. A sum that
+    has become smaller is progress, too: a process has ended.
     """
 
     def __init__(self, pids: Sequence[int], patience: float) -> None:
@@ -217,14 +218,16 @@ class StallDetector:
         silent = time.monotonic() - self._since
         if silent < self._patience / 4:
             return False
-        if processor_seconds(self._pids) - self._used > 0.02 * self._patience:
+        if abs(processor_seconds(self._pids) - self._used) > 0.02 * self._patience:
             self.record_progress()
             return False
         return silent > self._patience
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time of these processes and all their children so far; 0 where there is no /proc."""
+    """Return the processor time so far of these processes and all their children, by /proc, or by ps (macOS)."""
+    if not Path("/proc/self/stat").exists():
+        return _seconds_by_ps(pids)
     seconds = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):
@@ -234,3 +237,25 @@ def processor_seconds(pids: Iterable[int]) -> float:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             seconds += processor_seconds(map(int, children))
     return seconds
+
+
+def _seconds_by_ps(pids: Iterable[int]) -> float:
+    """Return `processor_seconds` without the children that have ended; 0 where there is no ps."""
+    command = ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "time="]
+    try:
+        rows = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return 0.0
+    children: dict[int, list[int]] = {}
+    seconds: dict[int, float] = {}
+    for child, parent, text in map(str.split, rows):
+        children.setdefault(int(parent), []).append(int(child))
+        days, _, clock = text.rpartition("-")  # [days-][hours:]minutes:seconds
+        parts = [float(part) for part in reversed(clock.replace(",", ".").split(":"))]
+        seconds[int(child)] = int(days or 0) * 86400 + sum(part * 60**power for power, part in enumerate(parts))
+    total, waiting = 0.0, list(pids)
+    while waiting:
+        pid = waiting.pop()
+        total += seconds.get(pid, 0.0)
+        waiting += children.get(pid, [])
+    return total

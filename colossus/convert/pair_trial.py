@@ -26,7 +26,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Refused(Exception):
-    """Ends a run, because these columns cannot return split features."""
+    """The end of a run, because these columns cannot return split features."""
 
     def __init__(self, names: Iterable[str], why: str) -> None:
         super().__init__(why)

@@ -88,7 +88,7 @@ def extra_behaviour(module: nn.Module) -> str:
 
 
 class Swapper:
-    """Replaces modules of a model that is being built, in place. After an error the model cannot be used.
+    """The replacement of modules of a model that is being built, in place. After an error the model cannot be used.
 
     Args:
         kinds: name of a linear -> one of `LINEARS`, of experts -> `EXPERTS`, of any module -> `TORCH`; the others are

@@ -29,7 +29,7 @@ _EFFECTS = {
 
 
 class DeviceCopy:
-    """Copies batches to one device.
+    """The copy of batches to one device.
 
     On CUDA they are copied on a stream of their own while the step before still runs: neither the host nor that step
     waits.

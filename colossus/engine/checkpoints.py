@@ -30,7 +30,7 @@ Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 
 class Checkpoints(Saves):
-    """Saves and loads the whole state of a run. Methods are collective, if they do not say otherwise.
+    """The calls that save and load the whole state of a run. They are collective, if they do not say otherwise.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
     it, or `save` and `load`.

@@ -107,7 +107,7 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
 
 
 class ProgramCheck:
-    """Adds a mark of the layers behind a group's collectives to the step's all-reduce, to compare them on all ranks.
+    """The comparison of the layers behind a group's collectives on all ranks, by a mark in the step's all-reduce.
 
     Ranks that choose between modules of one shape would silently get each other's weights, since messages between hosts
     and of NCCL have no header (on one host `comm.channel` compares each collective). As in `BatchCheck`, the first of
@@ -162,7 +162,7 @@ class ProgramCheck:
 
 
 class BatchCheck:
-    """Adds a mark of the batch to the step's all-reduce: ranks that share a batch must have received the same one.
+    """The check that ranks which share a batch received the same one, by a mark in the step's all-reduce.
 
     For example, a `DistributedSampler` over the world gives each process its own, which shapes, loss and norm do not
     reveal.

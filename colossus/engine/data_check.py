@@ -17,7 +17,7 @@ log = logging.getLogger("colossus.engine")
 
 
 class DataCheck:
-    """Compares marks of the first samples of data ranks, and warns if a resumed run trains on other data.
+    """The comparison of the first samples of data ranks by marks, which warns if a resumed run trains on other data.
 
     Each check runs once. If replicas do not wait for each other, they are compared at the first evaluation.
     """

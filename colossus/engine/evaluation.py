@@ -21,7 +21,7 @@ _END = object()
 
 
 class Evaluation:
-    """Evaluates a model.
+    """The evaluation of a model.
 
     Args:
         model: the rank's part of the model.

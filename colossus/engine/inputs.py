@@ -63,7 +63,7 @@ _FIRST = SampleDims()
 
 
 class Inputs:
-    """Converts the batches of a data rank to the inputs of this rank's model.
+    """The conversion of a data rank's batches to the inputs of this rank's model.
 
     Args:
         context: the rank's context.
@@ -224,7 +224,7 @@ def model_input(batch: Any) -> Any:
 
 
 class ForwardCall:
-    """Calls a model's forward, or its first pipeline blocks, with the result of `model_input`.
+    """The call of a model's forward, or of its first pipeline blocks, with the result of `model_input`.
 
     A dict without "inputs" is keyword arguments. Entries that the forward does not take are for the loss function.
     """

@@ -40,7 +40,7 @@ _SHAPES_ALONE = {
 
 
 class FirstLoss:
-    """Calls a loss function for the first time in a run, and checks the parameters that it reads.
+    """The first call of a loss function in a run, which checks the parameters that it reads.
 
     Args:
         context: the rank's context.
@@ -160,7 +160,7 @@ def _named(axes: Sequence[str]) -> str:
 
 
 class _ParametersRead(TorchFunctionMode):
-    """Records the parameters of a model whose values are read outside of the forward of their modules.
+    """The record of a model's parameters whose values are read outside of the forward of their modules.
 
     Attributes:
         places: parameter -> the place where it was read, as text for an error.

@@ -50,7 +50,7 @@ def require_one_loss(strategy: Strategy) -> None:
 
 
 class SpikeWatch:
-    """Compares the loss of each step with the median of those before it.
+    """The comparison of the loss of each step with the median of those before it.
 
     The losses are not saved: after a restart as many steps pass before one is judged. If the median is not above 0 (a
     log-density), nothing is judged. On an accelerator nothing waits for a loss: it is judged after the next step.

@@ -172,7 +172,7 @@ def _in_steps(when: float, schedule_steps: int) -> int:
 
 
 class LearningRate(LearningRates):
-    """Sets the learning rate of an optimizer's parameter groups.
+    """The learning rate of an optimizer's parameter groups.
 
     A group with an ``lr`` or an ``lr_scale`` of its own has that factor of the schedule's.
     """

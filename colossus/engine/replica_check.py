@@ -35,7 +35,7 @@ _FACTORS = (0x2545F4914F6CDD1D, 0x1B873593CC9E2D51)
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks have different values of parameters that must be equal.
+    """The error for ranks with different values of parameters that must be equal.
 
     It is raised on all ranks that exchange gradients, with the same message.
 
@@ -59,7 +59,7 @@ class _Comparison:
 
 
 class ReplicaCheck:
-    """Compares the parameters of ranks with the same shard, every so many steps, by one number for all of them.
+    """The comparison of ranks with the same shard of parameters, every so many steps, by one number for all of them.
 
     A parameter has copies along the axes that do not shard it, neither for compute nor for storage, and on the pipeline
     ranks that share a tied one. With h its checksum and n ranks with a copy, the first of them adds (n - 1) h and each

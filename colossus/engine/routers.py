@@ -17,7 +17,7 @@ def routers_of(model: nn.Module) -> dict[str, int]:
 
 
 class Routers:
-    """Sums the counts of the routers of all ranks in a step, and updates their biases.
+    """The sums of the routers' counts over all ranks in a step, and the update of their biases.
 
     Args:
         sizes: routers of the whole model (`routers_of`), also of other ranks' stages.

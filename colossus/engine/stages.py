@@ -30,7 +30,7 @@ from colossus.schedule.pipeline import PipelineRuntime
 
 
 class ModelStages:
-    """Implements `colossus.schedule.executor.Stages`.
+    """The implementation of `colossus.schedule.executor.Stages`.
 
     Args:
         context: the rank's context.
@@ -165,7 +165,7 @@ class ModelStages:
 
 
 class ForwardRng:
-    """Seeds the global generators for a forward by its position in the run, and restores them after it.
+    """The seeds of the global generators in a forward, by its position in the run; they are restored after it.
 
     So the random numbers of a forward do not depend on earlier ones. Torch's generators are for samples and tokens:
     ranks with the same ones draw the same numbers, other ranks draw others. Python's ``random`` and numpy's legacy

@@ -121,7 +121,9 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
 
 
 class Metrics(Hook):
-    """Writes one row per step, once its numbers have arrived. Numbers are not rounded; a missing one is ``NaN``.
+    """The rows of a run, one for each step, written once its numbers have arrived.
+
+    Numbers are not rounded; a missing one is ``NaN``.
 
     =========================================== =====================================================================
     step, loss, grad_norm, lr, tokens           of the step; the norm before clipping

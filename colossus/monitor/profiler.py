@@ -28,7 +28,7 @@ _MOST_ROWS = 16
 
 
 class Profiler(Hook):
-    """Times the regions of some steps on all ranks, and traces them by torch.profiler on some.
+    """The times of the regions of some steps on all ranks, and their traces by torch.profiler on some ranks.
 
     It is the last of the hooks.
 

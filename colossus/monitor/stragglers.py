@@ -40,7 +40,7 @@ class Slow(NamedTuple):
 
 
 class Stragglers(Hook):
-    """Times one step of each row of the log on each rank, and compares them on the logging rank.
+    """The comparison of ranks by the time of one step for each row of the log, on the logging rank.
 
     Each rank writes its seconds to the store in which the process group was made, and the logging rank reads what is
     there: no collective, and no rank waits. If all ranks have written, rows of metrics have ``slowest_rank`` and

@@ -32,7 +32,7 @@ def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 class Exchange:
-    """Sends tensors to their owners, and from there to all ranks that store parts of them.
+    """The exchange of tensors: to their owners, and from there to all ranks that store parts of them.
 
     An owner receives each element once, from the ranks that together have a whole copy (`Holders.same_copy`). It sends
     each rank its own part. A rank sends nothing to itself: `bytes_sent`.

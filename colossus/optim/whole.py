@@ -15,7 +15,7 @@ from colossus.optim.torch_classes import groups_of
 
 
 class WholeParameters(torch.optim.Optimizer):
-    """Runs an optimizer that needs whole parameters (norms of layers, factored moments, Shampoo, SOAP).
+    """An optimizer that needs whole parameters (norms of layers, factored moments, Shampoo, SOAP).
 
     The run is the same under every plan, and the optimizer's class knows nothing of plans. Each logical parameter has
     an owner (query, key, value and the matrices of experts are separate); ranks own about equally many elements. In a

@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.5
 
 
 class RpcServer:
-    """Calls ``handle`` with the requests of workers.
+    """A server that calls ``handle`` with the requests of workers.
 
     One thread of the server calls ``handle`` and ``on_gone``, one after the other. The requests of a worker come in the
     order of its calls, each once. An exception in one of the two ends the server, and all workers receive it. An error

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from colossus.context import local_ranks
 from colossus.context.local_ranks import LocalRanks, RanksFailed, run_local_ranks
 
 
@@ -66,3 +67,17 @@ def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_local_ranks(2, lambda rank: time.sleep(60 * rank), patience=1.0)
     assert caught.value.silent == [1]
+
+
+def test_processor_time_is_read_without_proc_too() -> None:
+    """The children that run; ps has whole seconds on Linux."""
+
+    def works(rank: int) -> float:
+        until = time.process_time() + 2.5
+        while time.process_time() < until:
+            pass
+        return local_ranks._seconds_by_ps([os.getppid()]) - local_ranks._seconds_by_ps([os.getpid()])
+
+    before = local_ranks._seconds_by_ps([os.getpid()])
+    of_parent = run_local_ranks(1, works)[0]
+    assert abs(of_parent - before) <= 2.0

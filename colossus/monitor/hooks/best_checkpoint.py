@@ -18,7 +18,7 @@ log = logging.getLogger("colossus.checkpoint")
 
 
 class BestCheckpoint(MetricHook):
-    """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
+    """A hook that keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
 
     The file ``checkpoints/best`` names them, the best first. It may be used wherever a checkpoint is: `colossus
     evaluate RUN/checkpoints/best`. The checkpoints that it names stay, whatever ``checkpoint.keep_last`` is. One that

@@ -10,7 +10,7 @@ from colossus.monitor.hooks.options import CallbackOptions
 
 
 class Callback(Hook):
-    """Calls each function where `Hook` calls the method of that name, with the same arguments, on the same ranks.
+    """A hook that calls functions where `Hook` calls the method of that name, with the same arguments.
 
     Args:
         functions: functions by the name of the method, see `CallbackOptions`.

@@ -12,7 +12,7 @@ from colossus.monitor.hooks.options import EarlyStopOptions
 
 
 class EarlyStop(MetricHook):
-    """Requests a stop once ``patience`` evaluations in a row were no better than the best before them.
+    """A hook that requests a stop once ``patience`` evaluations in a row were no better than the best before.
 
     All ranks see the same numbers, and stop after the next step (`Engine.request_stop`). A resumed run continues the
     count. A run that had stopped makes one step, and stops again unless it has more patience now.

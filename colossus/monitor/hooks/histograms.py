@@ -28,7 +28,7 @@ _MOST = 1 << 24
 
 
 class Histograms(Hook, StepObserver):
-    """Counts the elements of each parameter and its gradient, in bins, every ``every`` steps before the update.
+    """A hook that counts the elements of each parameter and gradient in bins, every ``every`` steps before the update.
 
     The gradient is divided and clipped. There are ``bins`` bins of equal width between the smallest and the largest
     element. Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process. One small

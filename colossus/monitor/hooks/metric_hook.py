@@ -10,7 +10,7 @@ from colossus.registry import nearest
 
 
 class MetricHook(Hook):
-    """Finds the number by its name, and compares it with others."""
+    """A hook that finds a number by its name, and compares it with others."""
 
     options: MetricOptions
 

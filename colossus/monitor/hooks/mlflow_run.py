@@ -16,7 +16,7 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 500
 
 
 class MLflow(Tracker):
-    """Logs the config as parameters and rows as metrics.
+    """A tracker that logs the config as parameters and rows as metrics.
 
     After a resume, repeated steps are logged again, in the same run.
     """

@@ -11,7 +11,7 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 
 
 class TensorBoard(Tracker):
-    """Shows each number of the rows as a chart, and histograms.
+    """A tracker that shows each number of the rows as a chart, and histograms.
 
     A resumed run hides the points of an earlier attempt whose steps are repeated.
     """

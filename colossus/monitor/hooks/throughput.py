@@ -13,7 +13,7 @@ from colossus.monitor.hooks.options import ThroughputOptions
 
 
 class Throughput(Hook):
-    """Adds quartiles of the step time and the tokens per second over the last ``window`` steps to each row.
+    """A hook that adds quartiles of step time and tokens per second over the last ``window`` steps to each row.
 
     They are ``step_seconds_first_quartile``, ``step_seconds_median``, ``step_seconds_third_quartile``, and
     ``tokens_per_second_window``, all tokens over all seconds. Evaluations do not count.

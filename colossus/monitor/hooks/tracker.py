@@ -60,7 +60,7 @@ class Histogram:
 
 
 class Tracker(Hook):
-    """Passes on each row that `Metrics` has written, from the logging rank, on a thread of its own.
+    """A hook that passes on each row that `Metrics` has written, from the logging rank, on a thread of its own.
 
     Only a checkpoint waits for it, for some seconds, and the end of the run, for a minute. An error is printed once as
     a warning, and training continues. Subclasses override `start`, `write`, .., which run on that thread, one after the

@@ -12,7 +12,7 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 
 
 class WandB(Tracker):
-    """Logs config, rows and histograms; its files are in the run folder. The x-axis is ``step``.
+    """A tracker that logs config, rows and histograms; its files are in the run folder. The x-axis is ``step``.
 
     After a resume, repeated steps are logged again, under the same id.
     """
