@@ -13,11 +13,10 @@ from pathlib import Path
 from colossus.arithmetic import counted
 from colossus.cli.parser import Parser, path_argument
 from colossus.config import ConfigError, load_config
+from colossus.config.loading import CONFIGS
 from colossus.config.plans import world_size
 from colossus.registry import nearest
 
-#: configs/ of the repository, which is a link here and a folder of the installed package
-CONFIGS = Path(__file__).parents[1] / "configs"
 #: becomes train.py
 SCRIPT = Path(__file__).with_name("training_script.py")
 DEFAULT = "mlp"

@@ -73,7 +73,7 @@ def head(question: Question, result: SearchResult) -> str:
     between = ""
     if question.hosts > 1 and network is not None:
         between = f"; between hosts {seconds_text(network.latency)} and {network.bandwidth / 1e9:.3g} GB/s per device"
-    batch, unit = config.train.global_batch_size, getattr(model_options(config), "samples", "sequences")
+    batch, unit = config.train.global_batch_size, getattr(model_options(config), "samples", "samples")
     tokens = f", {result.plans[0].tokens:,.0f} {question.counted} a step" if result.plans else ""
     lines = [
         f"model       {model}, {config.train.precision.name}",

@@ -154,7 +154,7 @@ def _head(config: Config) -> str:
     parallel = config.parallel
     assert parallel.data is not None
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
-    samples = getattr(model_options(config), "samples", "sequences")
+    samples = getattr(model_options(config), "samples", "samples")
     microbatch_size = batch // (parallel.data * microbatches)
     lines = [
         f"plan        {describe_plan(config)}: {describe_processes(world_size(parallel))}",

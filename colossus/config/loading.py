@@ -22,6 +22,9 @@ from colossus.config.training import Weights
 from colossus.config_module import module_name, put_on_path
 from colossus.registry import MODEL_SOURCES, nearest
 
+#: configs/ of the repository, which is a link here and a folder of the installed package
+CONFIGS = Path(__file__).parents[1] / "configs"
+
 
 def load_config(
     config: str | Path | Mapping[str, Any],
@@ -109,7 +112,10 @@ def _read(path: Path) -> str:
         if "=" in path.name and not path.suffix == ".py":
             raise ConfigError("the config file comes first, overrides (section.key=value) after it") from None
         close = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
-        raise ConfigError(f"no such file: {path}{f'; did you mean {close}?' if close else ''}") from None
+        hint = f"; did you mean {close}?" if close else ""
+        if not hint and (CONFIGS / path.name).exists():
+            hint = f"; `colossus new DIR --from {path.stem}` writes this config of the package into a folder"
+        raise ConfigError(f"no such file: {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
 

@@ -86,7 +86,7 @@ def model_options(config: Config) -> Any:
     """Return the checked options of the model; None if it declares none (callables, a user's own).
 
     Their method ``check(parallel)`` returns a line for each problem of the sizes under a plan. They may name what a
-    batch consists of (``samples``, by default "sequences") and what the loss counts (``counted``, by default "tokens").
+    batch consists of (``samples``, by default "samples") and what the loss counts (``counted``, by default "tokens").
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
@@ -128,9 +128,11 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     data = parallel.data or max(1, (nproc or 1) // others)
     if nproc is not None and data * others != nproc:
         is_open = parallel.data is None
-        sizes = f"{describe_sizes(parallel)} = {others if is_open else data * others}"
+        total = others if is_open else data * others
+        sizes = describe_sizes(parallel)
+        sizes += f" = {total}" if " x " in sizes else ""
         what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {describe_processes(nproc)}"
-        keep = f"\n  or keep the plan and start {describe_processes(data * others)} (--nproc {data * others})"
+        keep = f"\n  or keep the plan and start {describe_processes(total)} (--nproc {total})"
         raise ConfigError(what + suggestions(config, options, nproc) + ("" if is_open else keep))
     resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
     if resolved.zero.stage and strategy is not None:

@@ -17,7 +17,7 @@ from colossus import machine
 from colossus.arithmetic import counted, factors
 from colossus.checkpoint.weight_sources import describe_weights
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import describe_zero
+from colossus.config.plans import describe_processes, describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
@@ -233,13 +233,16 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     if model is not None:
         on_rank = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
         parameters = f"{model.num_parameters:,} in the model{on_rank}"
-    samples = getattr(model_options(config), "samples", "sequences")
+    samples = getattr(model_options(config), "samples", "samples")
     factors_of_batch = (
         f"{counted(data, 'data rank')} x {counted(microbatches, 'microbatch', 'es')} x "
         f"{train.global_batch_size // data // microbatches}"
     )
     rows = [
-        ("plan", f"{factors(sizes)} = {grid.world_size} processes" + (f" ({', '.join(modes)})" if modes else "")),
+        (
+            "plan",
+            f"{factors(sizes)} = {describe_processes(grid.world_size)}" + (f" ({', '.join(modes)})" if modes else ""),
+        ),
         ("processes", f"{local_ranks}{where}, {threads}"),
     ]
     if servers := num_servers(config, nnodes):

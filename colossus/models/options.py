@@ -42,11 +42,13 @@ class TransformerOptions(BaseModel):
 
     Attributes:
         token_key: the option that must divide where tensor ranks split tokens; None for a model that pads them.
+        samples: the name of the samples of a batch, for messages.
         counted: the unit that the loss counts, in words: speeds are in these per second.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     token_key: ClassVar[str | None] = None
+    samples: ClassVar[str] = "sequences"
     counted: ClassVar[str] = "tokens"
 
     #: transformer blocks

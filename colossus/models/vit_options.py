@@ -23,6 +23,7 @@ Sides = Annotated[tuple[Count, Count], BeforeValidator(_side)]
 class ViTOptions(TransformerOptions):
     """Options of the vision transformer: ``model = dict(type="ViT", image_size=224, patch_size=16, ...)``."""
 
+    samples: ClassVar[str] = "images"
     counted: ClassVar[str] = "images"
 
     #: height and width of an image, or the side of a square

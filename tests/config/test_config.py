@@ -254,6 +254,8 @@ def test_missing_files(tmp_path: Path) -> None:
     for path, words in {
         tmp_path / "config.py": f"no such file: {tmp_path}/config.py; did you mean configs.py?",
         tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py",
+        tmp_path / "no" / "gpt_stdlib.py": f"no such file: {tmp_path}/no/gpt_stdlib.py; `colossus new DIR --from "
+        "gpt_stdlib` writes this config of the package into a folder",
         tmp_path: "cannot be read: ",
         "train.steps=3": "the config file comes first, overrides (section.key=value) after it",
     }.items():
