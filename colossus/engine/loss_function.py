@@ -32,8 +32,8 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
     loss: LossFunction | None = loss_fn or getattr(model, "loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} has no method loss(outputs, batch), and no loss_fn was passed: pass "
-            f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
+            f"{type(model).__name__} has no method loss(outputs, batch), and no loss_fn was passed: define the "
+            f"method (under `colossus launch`), or pass loss_fn= to colossus.initialize; it returns (sum, count)"
         )
     return loss
 
