@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(root)
         make_folder(folder, workload)
         groups = {}
-        for label, name in common.unique((REFERENCE, *CASES)).items():
+        for label, name in common.unique_labels((REFERENCE, *CASES)).items():
             common.progress(f"building {label}")
             kind: Any = SimpleNamespace(build=partial(LlamaCase, folder, CASES[name]), precision="fp32")
             make = partial(Worker, kind, workload)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.compare.interleaved import AGAIN, Series, Spread, alternate, environment, ratio, unique
+from colossus.compare.interleaved import AGAIN, Series, Spread, alternate, environment, ratio, unique_labels
 from colossus.progress import progress
 
 __all__ = [
     "AGAIN", "Series", "Spread", "alternate", "environment", "make_parser", "print_table", "progress", "ratio",
-    "unique", "write_json",
+    "unique_labels", "write_json",
 ]  # fmt: skip
 
 

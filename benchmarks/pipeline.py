@@ -93,7 +93,7 @@ def measure(setup: Setup, names: Sequence[str], blocks: int, steps: int | None =
     """
     if SERIAL not in names:
         names = (SERIAL, *names)
-    labels = common.unique(names)
+    labels = common.unique_labels(names)
     with ExitStack() as stack:
         groups: dict[str, RankGroup] = {}
         for label, name in labels.items():

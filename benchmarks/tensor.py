@@ -187,7 +187,7 @@ def choose(arguments: argparse.Namespace, workload: Workload) -> tuple[dict[str,
     chosen = [name for name in names if name not in skipped]
     if PLAIN not in chosen:
         chosen = [PLAIN, *chosen]
-    return {label: CASES[name] for label, name in common.unique(chosen).items()}, skipped
+    return {label: CASES[name] for label, name in common.unique_labels(chosen).items()}, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:

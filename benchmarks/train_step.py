@@ -129,7 +129,7 @@ def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *
     """Run the named cases (the serial one always, and that of their precision) at one size."""
     references = dict.fromkeys((REFERENCE, *(KINDS[name].reference for name in names)))
     names = (*(name for name in references if name not in names), *names)
-    labels = common.unique(names)
+    labels = common.unique_labels(names)
     memories: dict[str, Memory] = {}
     with ExitStack() as stack:
         groups: dict[str, RankGroup] = {}

@@ -50,8 +50,8 @@ def ratio(series: Series, name: str, against: str) -> Spread:
 def alternate(runners: Mapping[str, Callable[[], float]], blocks: int, *, label: str = "") -> Series:
     """Return the seconds of every runner in every block.
 
-    Each block runs all of them once. The order turns round from block to block, so that a drift of the machine within a
-    block falls on all alike.
+    Each block runs all of them once. The order is reversed from block to block, so that a drift of the machine within
+    a block falls on all alike.
     """
     series: Series = {name: [] for name in runners}
     names = list(runners)
@@ -63,7 +63,7 @@ def alternate(runners: Mapping[str, Callable[[], float]], blocks: int, *, label:
     return series
 
 
-def unique(names: Sequence[str]) -> dict[str, str]:
+def unique_labels(names: Sequence[str]) -> dict[str, str]:
     """Return label -> name. A repeated name runs the same code against itself, and its label ends in ``(again)``."""
     labels: dict[str, str] = {}
     for name in names:

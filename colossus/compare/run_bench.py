@@ -15,7 +15,7 @@ from rich.console import Console
 
 from colossus.arithmetic import counted
 from colossus.compare.bench_table import as_json, print_bench
-from colossus.compare.interleaved import alternate, environment, unique
+from colossus.compare.interleaved import alternate, environment, unique_labels
 from colossus.compare.variants import check_plan, make_all
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
@@ -65,7 +65,7 @@ def run(
         raise ConfigError(f"--json {json}: there is no folder {Path(json).parent}")
     overrides_of = {
         label if text else AS_IN_FILE + label: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES)
-        for label, text in unique([" ".join(plan.split()) for plan in plans or [""]]).items()
+        for label, text in unique_labels([" ".join(plan.split()) for plan in plans or [""]]).items()
     }
     configs = dict(
         zip(overrides_of, make_all(overrides_of, lambda label: _load(file, overrides_of[label])), strict=True)

@@ -275,7 +275,7 @@ def suggestions(config: Config, options: Any, nproc: int) -> str:
     return f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
 
 
-def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> list[str]:
+def nearest_plans(config: Config, options: Any, nproc: int, max_plans: int = 4) -> list[str]:
     """Return the nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
 
     Only axes of the config are varied: data and tensor always, pipeline and sequence if they are not 1. The fastest by
@@ -292,7 +292,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
 
     plans: dict[str, Config] = {}
     for sizes in sorted(_factorisations(nproc, now), key=distance):
-        if len(plans) == most:
+        if len(plans) == max_plans:
             break
         data, pipeline, sequence, tensor = sizes
         axis_sizes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}

@@ -240,8 +240,8 @@ class CutFinder:
                 if slots:
                     return [Carried(call.name, self._number(call), "result", slot) for slot in slots]
         for call in reversed(self.events):
-            at = call.ended if call.ended <= cut else call.began
-            if since <= at <= until and at >= written_at and call.began <= cut:
+            time = call.ended if call.ended <= cut else call.began
+            if since <= time <= until and time >= written_at and call.began <= cut:
                 for leaf in call.arguments:
                     if leaf.key == key and leaf.is_whole:
                         return [Carried(call.name, self._number(call), "argument", leaf.slot)]

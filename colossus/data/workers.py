@@ -58,7 +58,7 @@ def require_sendable(parts: Mapping[str, Any], options: ReadingOptions) -> None:
             )
 
 
-class _Nowhere(ForkingPickler):
+class _DryPickler(ForkingPickler):
     """A pickler that only raises errors. Tensors and arrays can be sent; their bytes are not touched."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Nowhere(ForkingPickler):
 
 def _problem(part: Any) -> str | None:
     try:
-        _Nowhere().dump(part)
+        _DryPickler().dump(part)
     except (PicklingError, AttributeError, TypeError) as error:
         return str(error)
     except Exception:  # an object that is sent only while a process starts (a lock), or a user's own error

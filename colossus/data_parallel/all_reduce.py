@@ -171,7 +171,7 @@ class Hierarchical(AllReduce):
         return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())
 
     def hosts_of_rows(self) -> Hosts | None:
-        return self.hosts if self.hosts.are_levels else None
+        return self.hosts if self.hosts.has_two_levels else None
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
         return self.hosts.inside(axes), self.hosts.between()
@@ -215,4 +215,4 @@ class Hybrid(AllReduce):
         return self.choices[name].way
 
     def hosts_of_rows(self) -> Hosts | None:
-        return self.hosts if self.hosts is not None and self.hosts.are_levels else None
+        return self.hosts if self.hosts is not None and self.hosts.has_two_levels else None

@@ -60,8 +60,10 @@ class ParameterVector:
         views: dict[int, Tensor] = {}
         for part, indices in zip(self.parts(buffer), self._by_dtype.values(), strict=True):
             pieces = part.split([self.tensors[index].numel() for index in indices])
-            views |= {at: piece.view(self.tensors[at].shape) for at, piece in zip(indices, pieces, strict=True)}
-        return [views[at] for at in range(len(self.tensors))]
+            views |= {
+                index: piece.view(self.tensors[index].shape) for index, piece in zip(indices, pieces, strict=True)
+            }
+        return [views[index] for index in range(len(self.tensors))]
 
     def on_device(self, buffer: Tensor) -> Tensor:
         """Return a buffer on the device of the tensors; one on the host is copied, and valid until the next call."""

@@ -42,8 +42,8 @@ def device_cases(sizes: Sizes, device: torch.device) -> dict[Case, Timed]:
         return torch.randn(sizes.cold // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)
 
     for dtype in sizes.dtypes:
-        for at, a in enumerate(sizes.matmul):
-            for b in sizes.matmul[at:]:
+        for index, a in enumerate(sizes.matmul):
+            for b in sizes.matmul[index:]:
                 cases["matmul", dtype, a, b] = partial(_time_linear, pool, dtype, a, b)
         for length in sizes.lengths:
             shape = sizes.heads, length, sizes.head_dim

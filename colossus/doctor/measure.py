@@ -110,7 +110,7 @@ def _products(slowest: Seconds, dtype: str, sizes: Sizes) -> ProductTable:
 
 
 def _attention(slowest: Seconds, dtype: str, sizes: Sizes) -> AttentionTable:
-    forward, backward = ([slowest[name, dtype, at] for at in sizes.lengths] for name in ("forward", "backward"))
+    forward, backward = ([slowest[name, dtype, length] for length in sizes.lengths] for name in ("forward", "backward"))
     return AttentionTable(
         heads=sizes.heads,
         head_dim=sizes.head_dim,
@@ -177,8 +177,8 @@ def _operator_rows(results: MeasuredFile) -> str:
 
 def _collective_rows(tables_of_size: list[CollectiveTable]) -> str:
     rows = [["", *(table.operation for table in tables_of_size)]]
-    for at, size in enumerate(tables_of_size[0].bytes):
-        rows.append([byte_count(size), *(_time(table.seconds[at]) for table in tables_of_size)])
+    for index, size in enumerate(tables_of_size[0].bytes):
+        rows.append([byte_count(size), *(_time(table.seconds[index]) for table in tables_of_size)])
     links = [table.link() for table in tables_of_size]
     rows.append(["latency", *(_time(link.latency) for link in links)])
     rows.append(["bandwidth", *(f"{link.bandwidth / 1e9:.2f} GB/s" for link in links)])

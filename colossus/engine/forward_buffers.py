@@ -93,8 +93,8 @@ class ForwardBuffers:
 
     def __init__(self, model: nn.Module, parallel: ModelParallel, how: Literal["average", "first"]) -> None:
         self._group = parallel.context.group((*parallel.sample_axes, *parallel.regions.whole.tokens))
-        self._how, at = how, parallel.context.coordinates
-        self._logs = all(index == 0 for axis, index in at.items() if axis != "pipeline")
+        self._how, coordinates = how, parallel.context.coordinates
+        self._logs = all(index == 0 for axis, index in coordinates.items() if axis != "pipeline")
         self._compared: set[str] = set()
         self._buffers = [*_buffers_of_users(model)] if self._group.size > 1 else []
         self._is_first_step = True

@@ -71,9 +71,9 @@ class OptimizerStep:
         self.spike_watch = SpikeWatch(train.on_spike, strategy) if train.on_spike is not None else None
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # if several ranks have the same loss, or the same squares, one of them counts it
-        at, summed_axes = context.coordinates, set(strategy.summed_axes)
-        self._counts_loss = all(at[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
-        self._counts_norm = all(at[axis] == 0 for axis in summed_axes - set(self._norm.axes))
+        coordinates, summed_axes = context.coordinates, set(strategy.summed_axes)
+        self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
+        self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
     def check_result(self, result: StepResult) -> None:
         """Run the checks that are due after a step.

@@ -45,7 +45,7 @@ def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Paramete
     if kind.__module__.startswith("colossus.") or _step_of(kind) in _ELEMENTWISE:
         return None
     chosen: dict[tuple[int, int], nn.Parameter] = {}  # one of each group and number of dims
-    group_of = {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     for param in params:
         chosen.setdefault((group_of[id(param)], param.dim()), param)
     try:

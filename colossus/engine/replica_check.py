@@ -81,7 +81,7 @@ class ReplicaCheck:
 
     def __init__(self, every: int, steps: int, strategy: Strategy, *, rolls_back: bool = False) -> None:
         context, store = strategy.parts.context, strategy.store
-        sizes, at = context.grid.sizes, context.coordinates
+        sizes, coordinates = context.grid.sizes, context.coordinates
         self._every, self._steps, self._device, self._rolls_back = every, steps, context.device, rolls_back
         self._group, self._params = context.group(strategy.summed_axes), store.parameters()
         self._copies: list[Copy] = []
@@ -89,11 +89,11 @@ class ReplicaCheck:
         tied = {id(store.stored(param)): ranks for param, ranks in strategy.parts.tied}
         for param in self._params:
             spec = spec_of(param)
-            shard_index = tuple(at[axis] for axis in spec.layout.shard_axes)
+            shard_index = tuple(coordinates[axis] for axis in spec.layout.shard_axes)
             axes = [axis for axis in self._group.axes if axis != "pipeline" and axis not in spec.layout.shard_axes]
-            stages = tied.get(id(param), (at["pipeline"],))
+            stages = tied.get(id(param), (coordinates["pipeline"],))
             num_copies = len(stages) * math.prod(sizes[axis] for axis in axes)
-            is_first = at["pipeline"] == stages[0] and not any(at[axis] for axis in axes)
+            is_first = coordinates["pipeline"] == stages[0] and not any(coordinates[axis] for axis in axes)
             for shard in spec.shards:
                 copy = logical_name(spec.name, shard.name), shard_index
                 self._copies.append(copy)

@@ -44,7 +44,7 @@ class Routing:
     sizes: Mapping[str, int]
     totals: Tensor
 
-    def named(self, numbers: Sequence[float]) -> dict[str, dict[str, Any]]:
+    def entries_of(self, numbers: Sequence[float]) -> dict[str, dict[str, Any]]:
         """Return the entries of `StepResult.experts` by name of the router."""
         by_name: dict[str, dict[str, Any]] = {}
         rest = list(numbers)
@@ -103,7 +103,7 @@ class StepResult:
         self._routing = routing
 
     def send_to_host(self) -> bool:
-        """Start to copy all numbers to the host, after the work that is queued on the device. Waits for nothing.
+        """Start to copy all numbers to the host, after the work that is queued on the device, without waiting.
 
         Returns:
             Whether they are under way, and best read when the next step is over; on the CPU they have arrived.
@@ -119,9 +119,9 @@ class StepResult:
         return self._numbers.device.type != "cpu"
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return whether reading the numbers waits for nothing."""
-        return self._reading is not None and self._reading.is_there
+        return self._reading is not None and self._reading.has_arrived
 
     def wait(self) -> dict[str, float]:
         """Return all numbers by name, once they have arrived, with or without `send_to_host`."""
@@ -143,7 +143,7 @@ class StepResult:
         self.wait()
         if self._routing is None or self._reading is None:
             return {}
-        return self._routing.named(self._reading.wait().tolist()[len(self._names) :])
+        return self._routing.entries_of(self._reading.wait().tolist()[len(self._names) :])
 
     @property
     def count(self) -> float:
@@ -192,7 +192,7 @@ class StepResult:
 
     @property
     def skipped_on_device(self) -> Tensor | int:
-        """The same as a number on the device that computed it, which waits for nothing; 0 if no step is skipped."""
+        """`skipped` as a number on the device that computed it, read without waiting; 0 if no step is skipped."""
         return self._more["skipped"]
 
     @property

@@ -23,7 +23,7 @@ class BucketSum(Protocol):
     """The sum of one bucket over ranks, started once in each step."""
 
     def start(self, flat: Tensor) -> Pending:
-        """Start to sum ``flat``, gradients and then a flag for each parameter, which may be overwritten."""
+        """Start to sum ``flat``: gradients, and then a flag for each parameter. It may be overwritten."""
 
 
 #: a function of (parameters, axes, dtype) that makes the sum of their bucket over these axes
@@ -31,7 +31,7 @@ SumFactory = Callable[[Sequence[nn.Parameter], tuple[str, ...], torch.dtype], Bu
 
 
 class FlatSum:
-    """One all-reduce."""
+    """A sum by one all-reduce."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
@@ -115,12 +115,12 @@ class Hosts:
             )
         return cls(context, list(sets.values()))
 
-    def of(self, index: int) -> int:
+    def host_of(self, index: int) -> int:
         """Return the number of the host of an index along data."""
         return self._host_of[index]
 
     @property
-    def are_levels(self) -> bool:
+    def has_two_levels(self) -> bool:
         """Return whether there are several hosts with several ranks each, so that sums have two levels."""
         return len(self.sets) > 1 and self.per_host > 1
 
@@ -133,7 +133,7 @@ class Hosts:
         context, grid = self._context, self._context.grid
         on_this_host = self.sets[self._host_of[context.index("data")]]
         ranks = grid.group(context.rank, axes)
-        indices = [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in on_this_host]
+        indices = [index for index, rank in enumerate(ranks) if grid.index(rank, "data") in on_this_host]
         return context.subgroup(axes, indices, f"{'x'.join(axes)} inside of hosts")
 
     def between(self) -> AxisGroup:

@@ -44,7 +44,7 @@ class GradientNorm:
         self, params: Iterable[nn.Parameter], context: ParallelContext, counted_elsewhere: Container[int] = ()
     ) -> None:
         trainable = [param for param in params if param.requires_grad]
-        sizes, at = context.grid.sizes, context.coordinates
+        sizes, coordinates = context.grid.sizes, context.coordinates
         specs = [spec_of(param) for param in trainable]
         shard = {axis for spec in specs for axis in spec.layout.shard_axes if sizes[axis] > 1}
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
@@ -53,7 +53,7 @@ class GradientNorm:
         self.params = trainable
         inside = tuple(axis for axis in self.axes if axis != "pipeline")  # stages hold different parameters
         counted = [
-            id(param) not in counted_elsewhere and spec.layout.owns(at, inside)
+            id(param) not in counted_elsewhere and spec.layout.owns(coordinates, inside)
             for param, spec in zip(trainable, specs, strict=True)
         ]
         #: [params], 1 for a parameter that this rank counts, else 0; None where it counts all

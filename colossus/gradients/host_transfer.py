@@ -26,7 +26,7 @@ class HostRead:
             self._arrived.record(module.current_stream(values.device))  # the copy's stream, whatever device is current
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return whether the copy is complete."""
         arrived = self._arrived
         return arrived is None or bool(arrived.query())

@@ -144,10 +144,14 @@ class PeftFolder:
         """Write the folder; it gets its name when it is complete.
 
         Args:
-            parts: the whole tensors of ``names``.
+            target: the folder, which must not exist.
+            parts: first name and value of each of the whole tensors ``names``.
+            assets: files of the source that are copied (tokenizer, settings of generation).
+            max_shard_bytes: the largest size of a file of weights.
+            on_tensor: called with the bytes of each tensor.
         """
         for first, value in parts:
-            self._take(first, value)
+            self._fill_in(first, value)
             on_tensor(value.numel() * value.element_size())
         with new_folder(target) as folder:
             if self._merge:
@@ -158,7 +162,7 @@ class PeftFolder:
             for path in folder.rglob("*"):
                 flush(path)
 
-    def _take(self, first: str, value: Tensor) -> None:
+    def _fill_in(self, first: str, value: Tensor) -> None:
         """Put a tensor into all its places in the model."""
         cast = value.detach().to("cpu", self._dtype if value.is_floating_point() else None)
         require_finite(cast, first, value)

@@ -58,10 +58,10 @@ def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> 
     Args:
         job: the work of this node.
         restarts: the beginning of the attempt, and its number.
-        before: the outcome of the attempt before.
+        before: the outcome of the previous attempt.
 
     Raises:
-        RuntimeError: the nodes do not meet (elastic's RendezvousError).
+        RuntimeError: the nodes do not come together in time (elastic's RendezvousError).
         ConfigError: on all nodes, where the run folder cannot be used.
     """
     outcome = Outcome(folder=restarts.folder)
@@ -124,7 +124,7 @@ class _Agent:
         """Start the ranks, and wait until all have ended.
 
         Args:
-            before: the number of this node in the attempt before, or None.
+            before: the number of this node in the previous attempt, or None.
         """
         outcome = self._outcome
         try:

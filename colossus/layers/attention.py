@@ -129,7 +129,7 @@ class Attention(Layer):
                     f"{self.title}: its rotary is a {type(self.rotary).__name__}, which is not called: for other "
                     f"angles use a subclass of colossus.layers.rotary.Rotary with its own frequencies()"
                 )
-            angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.seen)
+            angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.num_tokens)
             query, key = rotate(query, *angles), rotate(key, *angles)
         if documents is not None:
             documents = self._local_documents(local(documents), inner)

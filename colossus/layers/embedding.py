@@ -241,15 +241,15 @@ class PositionEmbedding(Layer):
         """Return the rows of this rank's tokens, [count, ..]."""
         index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence, info = self.parallel.sequence, self.parallel.batch_info
-        seen = info.cache.seen if info.cache is not None else 0
-        total = seen + (info.num_tokens or count * num_shards)
+        first = info.cache.num_tokens if info.cache is not None else 0
+        total = first + (info.num_tokens or count * num_shards)
         if total > self.num_positions:
             raise located_error(
                 f"{self.title}: a sequence has {total} tokens, but there are only {self.num_positions} positions: cut "
                 f"the sequences, or allow {total} or more (seq_len of the model, num_positions of the layer)"
             )
         if sequence is None:
-            return self.weight[seen + index * count : seen + (index + 1) * count]
+            return self.weight[first + index * count : first + (index + 1) * count]
         # padding may lie behind the last position; no other token attends to it
         positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)

@@ -32,11 +32,11 @@ class KeyValueCache:
     key/value heads; the room is the number of seen tokens, rounded up to 256.
 
     Attributes:
-        seen: tokens of earlier forwards: the position of the first token of this one.
+        num_tokens: tokens of earlier forwards, which is the position of the first token of this one.
     """
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.num_tokens = 0
         self._layers: dict[nn.Module, _LayerCache] = {}
 
     def advance(self, tokens: int) -> None:
@@ -45,9 +45,9 @@ class KeyValueCache:
         Raises:
             ValueError: an attention was not called with these tokens, so that its cache misses them.
         """
-        self.seen += tokens
+        self.num_tokens += tokens
         for layer, stored in self._layers.items():
-            if stored.length != self.seen:
+            if stored.length != self.num_tokens:
                 _refuse(layer)
 
     @property
@@ -70,9 +70,9 @@ class KeyValueCache:
             # heads that share keys become tokens of one head, since ``enable_gqa`` would repeat the cache
             grouped = query.reshape(batch, kv, heads // kv, size)
             return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, heads, 1, size)
-        if not self.seen:
+        if not self.num_tokens:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv != heads)
-        past = torch.ones(tokens, key.shape[-2], dtype=torch.bool, device=query.device).tril_(self.seen)
+        past = torch.ones(tokens, key.shape[-2], dtype=torch.bool, device=query.device).tril_(self.num_tokens)
         return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=kv != heads)
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,20 +81,20 @@ class KeyValueCache:
         if stored is None:
             empty = key.new_empty((*key.shape[:-2], 0, key.shape[-1]))
             stored = self._layers[layer] = _LayerCache(empty, empty)
-        if stored.length != self.seen or stored.keys.shape[:2] != key.shape[:2]:
+        if stored.length != self.num_tokens or stored.keys.shape[:2] != key.shape[:2]:
             _refuse(layer)
-        stop = self.seen + key.shape[-2]
+        stop = self.num_tokens + key.shape[-2]
         if stop > stored.keys.shape[-2]:
             stored.keys, stored.values = self._grown(stored.keys, stop), self._grown(stored.values, stop)
         # narrow: an index takes twice as long
-        stored.keys.narrow(2, self.seen, stop - self.seen).copy_(key)
-        stored.values.narrow(2, self.seen, stop - self.seen).copy_(value)
+        stored.keys.narrow(2, self.num_tokens, stop - self.num_tokens).copy_(key)
+        stored.values.narrow(2, self.num_tokens, stop - self.num_tokens).copy_(value)
         stored.length = stop
         return stored.keys.narrow(2, 0, stop), stored.values.narrow(2, 0, stop)
 
     def _grown(self, old: Tensor, tokens: int) -> Tensor:
         new = old.new_empty((*old.shape[:-2], round_up(tokens, _MORE), old.shape[-1]))
-        new[..., : self.seen, :] = old[..., : self.seen, :]
+        new[..., : self.num_tokens, :] = old[..., : self.num_tokens, :]
         return new
 
 

@@ -59,21 +59,21 @@ class Rotary(nn.Module):
         """
         return rotate(x, *self.cos_sin(x, positions))
 
-    def cos_sin(self, x: Tensor, positions: Tensor | None, seen: int = 0) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, x: Tensor, positions: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            seen: the position of the first token, without ``positions``.
+            first: the position of the first token; only without ``positions``.
         """
         tokens, dtype = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a compiled graph would keep a table of one length
-            indices = torch.arange(seen, seen + tokens, device=x.device) if positions is None else positions
+            indices = torch.arange(first, first + tokens, device=x.device) if positions is None else positions
             return self._compute(indices, dtype)
-        tables, key, span = self.parallel.rotary_tables, (self._kind, dtype, x.device), (seen, tokens)
+        tables, key, span = self.parallel.rotary_tables, (self._kind, dtype, x.device), (first, tokens)
         table = tables.get(key)
-        if table is None or table.positions is not positions or len(table.cos) < seen + tokens:
+        if table is None or table.positions is not positions or len(table.cos) < first + tokens:
             with torch.inference_mode(False):  # training may save a validation's table for backward
-                count = round_up(seen + tokens, _MORE) if seen else tokens
+                count = round_up(first + tokens, _MORE) if first else tokens
                 indices = torch.arange(count, device=x.device) if positions is None else positions
                 table = RotaryTable(*self._compute(indices, dtype), positions)
         if table.span != span:

@@ -79,7 +79,7 @@ def _arrives(result: StepResult, seconds: float) -> bool:
         result.wait()
         return True
     end = time.monotonic() + seconds
-    while not result.is_there:
+    while not result.has_arrived:
         if time.monotonic() >= end:
             return False
         time.sleep(1e-3)

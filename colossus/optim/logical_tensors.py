@@ -97,7 +97,7 @@ class Holders:
         tensors = []
         for shard in spec.shards:
             name = logical_name(spec.name, shard.name)
-            boxes = [spec.layout.box(shard.shape, sizes, at) for at in self.coordinates]
+            boxes = [spec.layout.box(shard.shape, sizes, coordinates) for coordinates in self.coordinates]
             own = boxes[self.group.index]
             if not spec.is_stack:
                 tensors.append(
@@ -119,12 +119,12 @@ class Holders:
 
         They differ from that rank only along the axes that split the tensor.
         """
-        at = self.coordinates[index]
+        own = self.coordinates[index]
         fixed = [axis for axis in self.axes if axis not in tensor.layout.shard_axes]
         return [
             other
             for other, coordinates in enumerate(self.coordinates)
-            if all(coordinates[axis] == at[axis] for axis in fixed) and box_numel(tensor.boxes[other])
+            if all(coordinates[axis] == own[axis] for axis in fixed) and box_numel(tensor.boxes[other])
         ]
 
 
@@ -148,10 +148,10 @@ class Sums:
         sizes = holders.context.grid.sizes
         cut = {axis for tensor in tensors for axis in tensor.layout.shard_axes if sizes[axis] > 1}
         axes = tuple(axis for axis in holders.axes if axis in cut)
-        self.group, at = holders.context.group(axes), holders.context.coordinates
+        self.group, coordinates = holders.context.group(axes), holders.context.coordinates
         #: 1 where this rank is the first that has its part, else 0: [tensors]
         self.counts = torch.tensor(
-            [float(tensor.layout.owns(at, axes)) for tensor in tensors],
+            [float(tensor.layout.owns(coordinates, axes)) for tensor in tensors],
             dtype=torch.float64, device=holders.context.device,
         )  # fmt: skip
 

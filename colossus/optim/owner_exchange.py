@@ -88,13 +88,13 @@ class Exchange:
         pending = uneven.all_to_all(x, self._to_owners, self.group, what="to owners")
 
         def wait() -> list[Tensor]:
-            arrived, at = pending.wait(), 0
+            arrived, offset = pending.wait(), 0
             whole = {k: arrived.new_empty(self.tensors[k].shape) for k in self.owned}
             for source, numbers in enumerate(self._received):
                 for k in numbers:
                     into = _part(whole[k], self.tensors[k].boxes[source])
-                    into.copy_(arrived[at : at + into.numel()].view(into.shape))
-                    at += into.numel()
+                    into.copy_(arrived[offset : offset + into.numel()].view(into.shape))
+                    offset += into.numel()
             return [whole[k] for k in self.owned]
 
         return wait
@@ -116,14 +116,14 @@ class Exchange:
         pending: Pending = uneven.all_to_all(_flat(leaving, [like]), self._back, self.group, what="from owners")
 
         def wait() -> list[Tensor]:
-            arrived, at = pending.wait(), 0
+            arrived, offset = pending.wait(), 0
             parts: dict[int, Tensor] = {}
             for numbers in self._from_owner:
                 for k in numbers:
                     shape = [stop - start for start, stop in self.tensors[k].own]
                     size = box_numel(self.tensors[k].own)
-                    parts[k] = arrived[at : at + size].view(shape)
-                    at += size
+                    parts[k] = arrived[offset : offset + size].view(shape)
+                    offset += size
             return [parts[k] for k in range(len(self.tensors))]
 
         return wait

@@ -11,7 +11,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.registry import SEQUENCE_MODES
 from colossus.sequence_parallel.modes import SequenceMode, length_multiple, require_divisible, zigzag_order
 
-#: shards whose positions are kept
+#: the largest number of shards whose positions are cached
 _MAX_SHARDS = 16
 
 
@@ -42,7 +42,7 @@ class SequenceSplit:
         return self._context.group(self.mode.ulysses)
 
     def padded_length(self, num_tokens: int) -> int:
-        """Return the smallest length from ``num_tokens`` on that divides."""
+        """Return the smallest length of at least ``num_tokens`` that the mode can split evenly."""
         return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
 
     def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
@@ -52,7 +52,6 @@ class SequenceSplit:
             num_local: tokens of a shard.
             index, num_shards: which of how many equal shards; more than the sequence ranks where an axis of the tensor
                 mode splits tokens further.
-
         """
         key = num_local, index, num_shards, device
         if key not in self._positions:
@@ -66,12 +65,16 @@ class SequenceSplit:
         return self._positions[key]
 
     def order(self, num_local: int, device: torch.device) -> Tensor:
-        """Return where each token of the sequence is among those of all ranks, put together rank by rank."""
+        """Return the index of each token of the sequence in the concatenation of all ranks' shards, [tokens]."""
         count = self.num_shards
         return torch.cat([self.positions(num_local, index, count, device) for index in range(count)]).argsort()
 
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of sequences that divide: [.., tokens, ..] -> [.., tokens / num_shards, ..]."""
+        """Return this rank's tokens of sequences: [.., tokens, ..] -> [.., tokens / num_shards, ..].
+
+        Raises:
+            ValueError: the mode cannot split that number of tokens evenly.
+        """
         num_tokens = x.shape[dim]
         require_divisible(num_tokens, self._ring_size, self._ulysses_size)
         index = self._context.index(self.axes)

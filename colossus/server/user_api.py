@@ -153,7 +153,9 @@ def send(
 
 
 def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | None = None) -> Handle[Tensor]:
-    """Start to receive the values at the servers, those of each shard of one time, or the prefetched ones.
+    """Start to receive the values at the servers, or take those that `prefetch` has received.
+
+    The values of one shard are of one moment; shards may differ in it.
 
     Args:
         handle: the tensor at the servers.
@@ -162,6 +164,9 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
 
     Returns:
         A handle, whose result is the tensor.
+
+    Raises:
+        ValueError: ``into`` has another shape or dtype, or ids are no integers [n].
     """
     key, servers = handle.key, handle.servers
     if ids is None:

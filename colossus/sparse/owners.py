@@ -285,12 +285,14 @@ class RowExchange:
         # a rank that sums gradients needs those of all others
         for other in requests if first.kind == Kind.SUM else active:
             if (other.kind, other.table) != (first.kind, first.table):
-                at, other_at = (f"the {peer.kind.name} of {self._tables[peer.table].name!r}" for peer in (first, other))
+                call, other_call = (
+                    f"the {peer.kind.name} of {self._tables[peer.table].name!r}" for peer in (first, other)
+                )
                 raise located_error(
-                    f"rank {first.rank} is at {at} while rank {other.rank} is at {other_at}: rows of tables that have "
-                    f"owners are exchanged by all ranks at once. Every rank must look up in the same tables as often "
-                    f"and in the same order in each step, with an empty tensor of ids where it has none: look for an "
-                    f"`if` in a forward that depends on the rank or on the data",
+                    f"rank {first.rank} is at {call} while rank {other.rank} is at {other_call}: rows of tables "
+                    f"that have owners are exchanged by all ranks at once. Every rank must look up in the same tables "
+                    f"as often and in the same order in each step, with an empty tensor of ids where it has none: look "
+                    f"for an `if` in a forward that depends on the rank or on the data",
                     RuntimeError,
                 )
         return lengths, replace(first, is_used=any(peer.is_used for peer in requests))

@@ -26,8 +26,8 @@ class RowCache:
         """Return those of some distinct ascending ids that are not in the cache."""
         if not len(self._ids) or not len(ids):
             return ids
-        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
-        return ids[self._ids[at] != ids]
+        index = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
+        return ids[self._ids[index] != ids]
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows whose ids are not in the cache yet, in any order. It may keep ``rows`` itself, without a copy."""

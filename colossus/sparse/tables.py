@@ -263,7 +263,7 @@ def _levels_over(context: ParallelContext, axes: tuple[str, ...], hosts: Hosts |
     members: dict[int, list[int]] = {}
     host_of, position_of = [], []
     for rank in everyone.ranks:
-        host = hosts.of(context.grid.index(rank, "data"))
+        host = hosts.host_of(context.grid.index(rank, "data"))
         host_of.append(host)
         position_of.append(len(members.setdefault(host, [])))
         members[host].append(rank)

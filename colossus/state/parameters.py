@@ -79,7 +79,7 @@ def parameter_boxes(
         counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage has and writes.
         replicas_differ: whether each data rank has parameters of its own, and writes all of them.
     """
-    sizes, at = context.grid.sizes, context.coordinates
+    sizes, coordinates = context.grid.sizes, context.coordinates
     apart = ("pipeline", *(context.grid.axes("data") if replicas_differ else ()))
     elsewhere = {id(param) for param in counted_elsewhere}
     entries = {name: entry.value for name, entry in entries_of(model).items()}
@@ -87,12 +87,12 @@ def parameter_boxes(
     # the largest first, so that the small ones even out what ranks write
     by_size = sorted(named, key=lambda name: -math.prod(named[name].shape))
     sized = [(named[name].layout, named[name].shape, named[name].parameter.element_size()) for name in by_size]
-    writes = dict(zip(by_size, choose_writers(sized, sizes, at, apart), strict=True))
-    is_first = all(index == 0 for axis, index in at.items() if axis not in apart)
+    writes = dict(zip(by_size, choose_writers(sized, sizes, coordinates, apart), strict=True))
+    is_first = all(index == 0 for axis, index in coordinates.items() if axis not in apart)
     boxes = []
     for name, logical in named.items():
         is_here = id(logical.parameter) not in elsewhere
-        whole = logical.layout.box(logical.shape, sizes, at)
+        whole = logical.layout.box(logical.shape, sizes, coordinates)
         for number, (part, box) in enumerate(_ranges(logical, whole)):
             writes_scalars = is_first and is_here and number == 0
             boxes.append(ParameterBox(name, part, box, writes[name] and is_here, writes_scalars))
@@ -109,10 +109,10 @@ def _ranges(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParame
     if logical.intervals is None:
         yield logical, box
         return
-    at = 0
+    coordinates = 0
     for start, stop in logical.intervals or [(0, 0)]:
-        yield replace(logical, rows=(at, at + stop - start)), ((start, stop), *box[1:])
-        at += stop - start
+        yield replace(logical, rows=(coordinates, coordinates + stop - start)), ((start, stop), *box[1:])
+        coordinates += stop - start
 
 
 # -- buffers ----------------------------------------------------------------------------------------------

@@ -118,10 +118,9 @@ def sections(
 ) -> dict[str, Any]:
     """Return the sections of the user's config for one of the two runs.
 
-    Both runs are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are
-    those of the user's schedule. In one process the modules of an unchanged model are torch's own,
-    with their hooks and the attributes of their parameters, so that anything that the conversion loses shows as a
-    difference.
+    Both runs are in float64, evaluate nothing, and have a hook of this room in place of the user's. The learning rates
+    are those of the user's schedule. In one process the modules of an unchanged model are torch's own, with their hooks
+    and the attributes of their parameters, so that anything that the conversion loses shows as a difference.
 
     Raises:
         ConfigError: see ``load_config``.

@@ -169,7 +169,7 @@ def test_learned_positions_end_a_text(sources: dict[str, WeightSource]) -> None:
     assert decoding.ended == ["positions"] * 3
     assert [len(tokens) for tokens in decoding.tokens] == [LENGTH + 1] * 3
     assert decoding.cache is not None
-    assert decoding.cache.seen == LENGTH
+    assert decoding.cache.num_tokens == LENGTH
     with pytest.raises(ValueError, match=r"prompt 2 has 13 tokens, the model has learned 12 positions"):
         Decoding(model, [[1], [1] * 13])
     model.close()

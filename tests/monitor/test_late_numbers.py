@@ -33,7 +33,7 @@ class LateResult(SimpleNamespace):
         return True
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         return self.is_sent and (self.step < self.engine.completed_steps or self.engine.has_come)
 
     def wait(self) -> None:
@@ -59,7 +59,7 @@ class LateEngine(FakeEngine):
     def train_step(self, batch: object) -> Any:
         fields = vars(super().train_step(batch))
         return LateResult(
-            self, {key: x for key, x in fields.items() if key not in ("loss", "send_to_host", "is_there", "wait")}
+            self, {key: x for key, x in fields.items() if key not in ("loss", "send_to_host", "has_arrived", "wait")}
         )
 
 

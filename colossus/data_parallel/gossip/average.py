@@ -124,12 +124,15 @@ def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup,
     links = PeerLinks(group, push_sum.vector.nbytes, timeout)
     try:
         for number in range(iterations):
-            at = graph.at(number)
-            push_sum.send(links, [to for to, _ in at.targets(me)], number)
-            messages = [InFlight(source, number, number, float(at.matrix[me, source])) for source in at.sources(me)]
+            step_graph = graph.at(number)
+            push_sum.send(links, [to for to, _ in step_graph.targets(me)], number)
+            messages = [
+                InFlight(source, number, number, float(step_graph.matrix[me, source]))
+                for source in step_graph.sources(me)
+            ]
             for message in messages:
                 message.fill(links.receive(message.source, MIX, number))
-            push_sum.mix(at.keeps(me), messages)
+            push_sum.mix(step_graph.keeps(me), messages)
             for message in messages:
                 links.release(message.received)
     finally:

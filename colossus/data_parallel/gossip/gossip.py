@@ -186,7 +186,7 @@ class Gossip(GraphStrategy):
         buffers = {} if self.push_sum.x is None else {"x": self.push_sum.x}
         buffers |= {message.name: self.receive(message).received for message in self.in_flight}
         views = {name: vector.views(data) for name, data in buffers.items()}
-        return {param: {name: of[at] for name, of in views.items()} for at, param in enumerate(self.trained)}
+        return {param: {name: of[index] for name, of in views.items()} for index, param in enumerate(self.trained)}
 
     def state_dict(self) -> dict[str, Any]:
         messages = [self.receive(message) for message in self.in_flight]

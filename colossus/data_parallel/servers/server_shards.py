@@ -95,13 +95,13 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
         params: the stored parameters that are trained.
     """
     context, trained = parts.context, {id(param) for param in params}
-    sizes, at, replica = context.grid.sizes, context.coordinates, context.group(context.replica_axes)
+    sizes, coordinates, replica = context.grid.sizes, context.coordinates, context.group(context.replica_axes)
     named = []
     for logical in logical_parameters(parts.model):
         if id(logical.parameter) in trained and logical.parameter.numel():
             # the name in the whole model, also where a stage has a tied parameter under another name
             name = "/".join(filter(None, (spec_of(logical.parameter).name, logical.shard_name)))
-            box = logical.layout.box(logical.shape, sizes, at)
+            box = logical.layout.box(logical.shape, sizes, coordinates)
             named.append((f"{name}{_suffix(box, logical.shape)}", logical))
     with as_shards():
         shapes = {name: tuple(logical.local().shape) for name, logical in named}

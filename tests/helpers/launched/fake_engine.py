@@ -88,7 +88,7 @@ class FakeEngine:
             replica=None,
             replica_tokens=None,
             send_to_host=lambda: False,
-            is_there=True,
+            has_arrived=True,
             wait=lambda: None,
         )
 
