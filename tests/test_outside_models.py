@@ -48,7 +48,7 @@ REFUSED_SEQUENCES = {
     **dict.fromkeys(
         ("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE", "gpt-oss", "GLM-4-MoE", "ERNIE-4.5-MoE", "Granite-MoE"), _EXPERTS
     ),
-    **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3"), "copy_ writes what is split into a plain tensor"),
+    **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3"), "copy_ writes a split tensor into a plain one"),
     **dict.fromkeys(("PatchTST, batchnorm", "PatchTST, layernorm", "PatchTSMixer"), "unfold is not known"),
     **{
         "RWKV": "pad is",

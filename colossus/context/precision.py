@@ -56,10 +56,10 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """Whether products are computed in bfloat16 or float16."""
+        """Return whether products are computed in bfloat16 or float16."""
         return self.compute in LOW
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, without which small gradients would vanish."""
+        """Return whether the loss is scaled, without which small gradients would vanish."""
         return self.compute == torch.float16

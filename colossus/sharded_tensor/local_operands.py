@@ -13,7 +13,7 @@ from colossus.comm.conjugate import conjugate
 from colossus.layout.operators import tensors_of
 from colossus.sharded_tensor.placement import Placement, part_of_whole, placement_of
 from colossus.sharded_tensor.token_collectives import gather_tokens, select_own_tokens
-from colossus.sharded_tensor.view_rules import At
+from colossus.sharded_tensor.view_rules import SplitRole
 
 
 def each_its_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -42,16 +42,16 @@ def _has_tokens(x: Tensor) -> bool:
     return placement is not None and placement.place("sequence") is not None
 
 
-def local_operand(x: Tensor, base: Placement, asked: Sequence[At], on_meta: bool) -> Tensor:
+def local_operand(x: Tensor, base: Placement, asked: Sequence[SplitRole], on_meta: bool) -> Tensor:
     """Return the local tensor that the function gets: with the tokens of all ranks, or a part of a plain tensor."""
     parallel = base.parallel
-    if any(x is other for at in asked for other in at.gathered):
+    if any(x is other for role in asked for other in role.gathered):
         place = placement_of(x).place("sequence")  # type: ignore[union-attr]
         assert place is not None
         whole = gather_tokens(x, place, parallel)
     else:
         whole = x
-    plain = [(at.role, right, place) for at in asked for other, right, place in at.sliced if other is x]
+    plain = [(role.name, right, place) for role in asked for other, right, place in role.sliced if other is x]
     for role, right, place in plain:
         if role == "sequence":
             whole = select_own_tokens(whole, whole.dim() + right, place, parallel)

@@ -16,18 +16,18 @@ from colossus.layout.redistribute import redistribute
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.tensor_parallel.mode import Regions
 
-#: tokens of a sequence that a slice has left: from start to stop of all
+#: (start, stop, length): tokens of a sequence of this length that a slice has left
 Window = tuple[int, int, int]
 
 
 class Place(NamedTuple):
     """The position of a split dim.
 
-    Flattened with others, it is the middle of ``before`` x the dim x ``after``.
+    A dim that is flattened with others is the middle one of ``before`` x the dim x ``after``.
 
     Attributes:
-        dim: from the left; negative from the right, in the answer of a rule that need not know the number of dims.
-        before, after: elements that this rank has of what it is flattened with.
+        dim: the dim from the left; a rule may return a negative one, from the right.
+        before, after: this rank's elements of the dims before and after it with which it is flattened.
         window: the tokens of a sequence that are left after a slice; None for all.
     """
 
@@ -54,7 +54,10 @@ class Segment(NamedTuple):
 
 
 class MixesPartsError(Exception):
-    """A function does not work on each part of a split dim by itself, or is not known to: the message says why."""
+    """The error for a function that does not work on parts of a split dim by themselves, or is not known to.
+
+    The message says why, in words that follow the name of the function.
+    """
 
 
 def as_dims(dims: Any) -> tuple[Any, ...] | None:
@@ -83,7 +86,7 @@ def without(place: Place, ndim: int, dims: Any) -> Place:
     return place.at(place.dim - sum(dim < place.dim for dim in gone))
 
 
-#: what is split, by role: ``sequence`` is the tokens over sequence ranks, ``tokens`` those over tensor ranks
+#: roles of split dims: ``sequence`` is the tokens over sequence ranks, ``tokens`` those over tensor ranks
 ROLES = ("batch", "sequence", "tokens", "features")
 
 
@@ -111,14 +114,14 @@ class HasRegions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``dim -> axes`` of a tensor. A dim that is split as it is in plain tensors (the batch over data) has no place.
+    """The split dims of a tensor and their axes, without dims that plain tensors split alike (the batch over data).
 
     Attributes:
         activation: the axes, by role.
         return_layout: the layout in which a row linear returns its output.
-        places: role -> where that is, of what plain tensors have whole.
-        num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
-        standard_ndim: the number of dims for which `standard` made it; 0 of any other.
+        places: (role, place) of each dim that is split here and not in plain tensors.
+        num_features: features of all shards, when the last shard is padded (a vocabulary that the ranks do not divide).
+        standard_ndim: the number of dims for which `standard` made it; 0 if it was made otherwise.
     """
 
     parallel: HasRegions
@@ -228,7 +231,7 @@ class Placement:
 
 
 def placement_of(x: Any) -> Placement | None:
-    """Return how a tensor is split; None of a plain one, and of anything else."""
+    """Return the placement of a split tensor; None for a plain one, and for anything else."""
     placement = None if type(x) is Tensor else getattr(x, "placement", None)
     return placement if isinstance(placement, Placement) else None
 
@@ -248,11 +251,11 @@ def shared_base(placements: Sequence[Placement]) -> Placement:
 def part_of_whole(x: Tensor, dims: Mapping[str, int], placement: Placement, *, on_meta: bool = False) -> Tensor:
     """Return this rank's part of a plain tensor that all ranks which share it have whole.
 
-    Its gradient is put together, and summed over the ranks that split what it is broadcast over.
+    Its gradient is gathered over the ranks that split it, and summed over those over whose dims it is broadcast.
 
     Args:
         dims: role -> the dim that is split; not of a role over which it is broadcast, nor ``sequence``.
-        on_meta: it is of a trial on the meta device, where no ranks are.
+        on_meta: whether it belongs to a trial on the meta device, where ranks do not communicate.
     """
     context = placement.parallel.context
     if on_meta:
@@ -280,7 +283,7 @@ def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRe
 
     Args:
         mask: its batch in the whole layout, of ``batch`` samples, with all heads and tokens.
-        activation: the layout of what is computed.
+        activation: the layout of the attention's output.
     """
     rows = Activation(activation.batch, parallel.regions.whole.tokens, activation.features)
     dims = {"batch": 0} if mask.dim() > 3 and mask.shape[0] == batch else {}

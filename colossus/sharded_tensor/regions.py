@@ -1,4 +1,4 @@
-"""Tensors between the regions of a model: made whole, split, and taken as the rank's part."""
+"""Moves of activations between the layouts of a model: gathered, split, or taken as the rank's part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence_place(x: Any) -> Place | None:
 
 
 def as_aligned(x: Tensor, target: Place | None, parallel: HasRegions) -> Tensor:
-    """Return what has a sequence rank's part of the tokens with the tokens of a slice as ``target`` has them."""
+    """Return a tensor of a sequence rank's tokens with the tokens of a slice on the ranks that ``target`` says."""
     place = sequence_place(x)
     if not isinstance(x, ShardedTensor) or place is None or target is None or place.window == target.window:
         return x
@@ -60,7 +60,7 @@ def local(x: Tensor) -> Tensor:
 def to_whole(x: Tensor) -> Tensor:
     """Return the activation in the whole layout: all features on every rank, gradient complete.
 
-    Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `ShardedTensor`).
+    Plain torch is right on it; under ``parallel.sequence`` functions of each token by itself are (see `ShardedTensor`).
     """
     if not isinstance(x, ShardedTensor) or x.placement.is_whole:
         return x
@@ -99,7 +99,7 @@ def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions
 
 
 def require_sequences(x: Tensor) -> None:
-    """Raise ValueError where x, of which a rank has a part of the tokens, is not [batch, tokens, features]."""
+    """Raise ValueError if x has a sequence rank's tokens and is not [batch, tokens, features]."""
     place = sequence_place(x)
     if place is not None and place != Place(plain(x).dim() - 2):
         raise _misplaced(x, place, "[batch, tokens, features]")
@@ -109,8 +109,8 @@ def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tens
     """Return the plain local tensor for a layer, and its placement; a plain tensor is in the whole layout.
 
     Raises:
-        ValueError: when what is split is not in the dims in which layers take it: no tokens in the last
-            ``num_features`` dims.
+        ValueError: the split dims are not those in which layers take them, or the last ``num_features`` dims have
+            tokens.
     """
     if not isinstance(x, ShardedTensor):
         return x, parallel.whole_placement
@@ -125,8 +125,8 @@ def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tens
         )
     if not placement.is_standard(local.dim()):
         raise located_error(
-            f"{x!r}: what is split is not where layers take it, features in the last dim, samples in the first, whole. "
-            f"Heads become features again by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
+            f"{x!r}: its split dims are not those that layers take: features in the last dim, samples in the first, "
+            f"whole. Heads become features again by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
         )
     return local, placement
 

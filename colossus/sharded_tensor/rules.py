@@ -1,8 +1,8 @@
-"""The functions of torch that work on each part of a split dim by itself, and where that dim is in what comes out.
+"""The functions of torch that work on each part of a split dim by itself: the place of that dim in the result.
 
-A rule is asked once for each split dim of the operands, with a `Call` and `at`, which says where an operand has that
-dim: None for a plain tensor, which every rank has whole. It returns the `Place` of the result or raises
-`MixesPartsError`. What has no rule, and does not work element by element, is refused.
+A rule is called once for each role that splits operands, with a `SplitRole` and a `Call`. ``role.place(x)`` is where an
+operand has the dim: None for a plain tensor, which every rank has whole. The rule returns the `Place` of the result or
+raises `MixesPartsError`. Functions without a rule are refused, unless they work element by element.
 """
 
 from __future__ import annotations
@@ -13,64 +13,64 @@ from colossus.layout.operators import Call
 from colossus.sharded_tensor import product_rules, reduction_rules, view_rules
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
 from colossus.sharded_tensor.token_collectives import normalize_tokens, require_unpadded
-from colossus.sharded_tensor.view_rules import At, Rule, aligned, place_of
+from colossus.sharded_tensor.view_rules import Rule, SplitRole, aligned, place_of
 
 
 def _along(does: str = "works along", default: Any = None, *, is_gone: bool = False) -> Rule:
-    """Return the rule of functions along dims of one argument, which are gone after (unless ``keepdim``) or stay."""
+    """Return the rule of functions along dims of one argument; ``is_gone``: the dims go, unless ``keepdim`` is set."""
 
-    def rule(at: At, call: Call) -> Place:
+    def rule(role: SplitRole, call: Call) -> Place:
         x, dims = call.get("self"), call.get("dim", default=default)
-        place = avoid(place_of(at, x), x.dim(), dims, does)
+        place = avoid(place_of(role, x), x.dim(), dims, does)
         return without(place, x.dim(), dims) if is_gone and not call.get("keepdim") else place
 
     return rule
 
 
-def _interleaved(at: At, call: Call) -> Place:
+def _interleaved(role: SplitRole, call: Call) -> Place:
     x, repeats, dim = call.get("self"), call.get("repeats"), call.get("dim")
-    place = place_of(at, x)
+    place = place_of(role, x)
     if isinstance(repeats, int) and repeats > 0 and dim is not None and dim % x.dim() == place.dim:
-        return place._replace(after=1 if at.parts and place.before == 1 else place.after * repeats)
+        return place._replace(after=1 if role.is_contiguous and place.before == 1 else place.after * repeats)
     return avoid(place, x.dim(), dim, "works along")
 
 
-def _same(at: At, call: Call) -> Place:
-    return place_of(at, call.get("self"))
+def _same(role: SplitRole, call: Call) -> Place:
+    return place_of(role, call.get("self"))
 
 
-def _joined(at: At, call: Call) -> Place:
+def _joined(role: SplitRole, call: Call) -> Place:
     tensors = call.get("tensors")
-    split = next(x for x in tensors if at(x) is not None)
-    avoid(place_of(at, split), split.dim(), call.get("dim", default=0), "concatenates along")
-    return aligned(at, tensors)
+    split = next(x for x in tensors if role.place(x) is not None)
+    avoid(place_of(role, split), split.dim(), call.get("dim", default=0), "concatenates along")
+    return aligned(role, tensors)
 
 
-def _stacked(at: At, call: Call) -> Place:
+def _stacked(role: SplitRole, call: Call) -> Place:
     tensors = call.get("tensors")
-    place, ndim = aligned(at, tensors), tensors[0].dim()
+    place, ndim = aligned(role, tensors), tensors[0].dim()
     dim = place.dim + ndim
     return place.at(dim + 1 if call.get("dim", default=0) % (ndim + 1) <= dim else dim)
 
 
-def _normalized(at: At, call: Call) -> Place:
+def _normalized(role: SplitRole, call: Call) -> Place:
     x = call.get("self")
     dims = tuple(range(-len(call.get("normalized_shape")), 0))
-    return avoid(place_of(at, x), x.dim(), dims, "normalizes over")
+    return avoid(place_of(role, x), x.dim(), dims, "normalizes over")
 
 
-def _rescaled(at: At, call: Call) -> Place:
+def _rescaled(role: SplitRole, call: Call) -> Place:
     x, dim = call.get("self"), call.get("dim", default=1 if call.name == "normalize" else None)
-    place = place_of(at, x)
-    if at.parts or not isinstance(dim, int) or dim % x.dim() != place.dim or place != Place(place.dim):
+    place = place_of(role, x)
+    if role.is_contiguous or not isinstance(dim, int) or dim % x.dim() != place.dim or place != Place(place.dim):
         return avoid(place, x.dim(), dim, "works along")
-    require_unpadded(place, at.whole(x), at.parallel)
-    at.instead = lambda call: normalize_tokens(call, call.get("self"), place, at.parallel)
+    require_unpadded(place, role.whole(x), role.parallel)
+    role.instead = lambda call: normalize_tokens(call, call.get("self"), place, role.parallel)
     return place
 
 
 def _refused(why: str) -> Rule:
-    def rule(at: At, call: Call) -> Place:
+    def rule(role: SplitRole, call: Call) -> Place:
         raise MixesPartsError(why)
 
     return rule
@@ -95,7 +95,7 @@ _ROWS: list[tuple[Rule, str]] = [
     (_same, "one_hot empty_like cpu cuda deepcopy view_as_real"),
     (_joined, "cat"),
     (_stacked, "stack"),
-    (lambda at, call: aligned(at, call.get("tensors", "self")), "broadcast_tensors"),
+    (lambda role, call: aligned(role, call.get("tensors", "self")), "broadcast_tensors"),
     (reduction_rules.reduced_along, "sum nansum count_nonzero"),
     (reduction_rules.loss_of_classes, "cross_entropy nll_loss"),
     (
@@ -123,14 +123,14 @@ _ROWS: list[tuple[Rule, str]] = [
 #: by name of the ATen operator; the reductions that torch tags as such need no name
 RULES = {name: rule for rule, names in _ROWS for name in names.split()}
 
-#: random functions: each part draws its own where ranks draw different numbers, which those of a tensor mode do not
+#: random functions; they are refused for parts over tensor ranks, which draw the same numbers
 RANDOM = {
     *("dropout", "alpha_dropout", "rrelu", "bernoulli", "normal", "uniform"),
     *("rand_like", "randn_like", "randint_like"),
 }
 
 
-# --- what is said of what is refused
+# --- the message of a refusal
 
 
 def refusal(name: str, error: MixesPartsError, x: Any) -> str:
@@ -139,9 +139,9 @@ def refusal(name: str, error: MixesPartsError, x: Any) -> str:
     if not x.placement.is_whole:
         return f"{words} Call colossus.layers.to_whole(x) before it.{_HINTS.get(name, '')}"
     return (
-        f"{words} parallel.sequence splits dim 1 of a batch, its tokens; what is computed of all of them is listed in "
-        f"docs/sequence-parallelism.md, attention, sums and means among it; colossus.layers.local(x) gives the rank's "
-        f"part as a plain tensor, for code that takes care of it itself"
+        f"{words} parallel.sequence splits dim 1 of a batch, its tokens; the functions of all tokens are listed in "
+        f"docs/sequence-parallelism.md, attention, sums and means among them; colossus.layers.local(x) gives the "
+        f"rank's part as a plain tensor, for code that takes care of it itself"
     )
 
 

@@ -1,4 +1,4 @@
-"""Functions that are told sizes, which are those of the whole tensor: what a rank makes of its part."""
+"""Functions with sizes as arguments (views, expand, repeat), which are those of the whole tensor, on a rank's part."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _reshaped(call: Call, x: Tensor, segments: list[Segment], whole: torch.Size)
 
 
 def _sizes(call: Call, whole: Sequence[int]) -> list[int]:
-    """Return the sizes of the result, with that which may be left open (-1)."""
+    """Return the sizes of the result, with a number in place of -1."""
     dims = len(whole)
     if call.name in ("flatten", "ravel"):
-        start, end = (call.get(name, default=at) % dims for name, at in (("start_dim", 0), ("end_dim", -1)))
+        start, end = (call.get(name, default=dim) % dims for name, dim in (("start_dim", 0), ("end_dim", -1)))
         return [*whole[:start], math.prod(whole[start : end + 1]), *whole[end + 1 :]]
     sizes = call.get("sizes", "size", "shape", "other")
     if sizes is None or isinstance(sizes, torch.dtype):
@@ -147,7 +147,7 @@ def _squeezed(call: Call, x: Tensor, segments: list[Segment], whole: torch.Size)
 
 
 def shape_of(x: Tensor) -> Sequence[int]:
-    """Return the shape of a tensor, where it is split that of the whole."""
+    """Return the shape of a tensor; of a split one that of the whole."""
     placement = placement_of(x)
     return x.shape if placement is None else placement.whole_shape(x.shape)
 

@@ -36,7 +36,7 @@ from colossus.sharded_tensor.user_backward import (
     split_gradients_of_made,
     split_hook,
 )
-from colossus.sharded_tensor.view_rules import At, aligned
+from colossus.sharded_tensor.view_rules import SplitRole, aligned
 
 _WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -48,12 +48,14 @@ class ShardedTensor(Tensor):
     and inside of a column/row pair.
 
     Its data are the rank's. Its ``shape`` and all sizes are those of the whole tensor, with the samples of a data rank.
-    What works on each part by itself keeps it: element-by-element functions, views, products and reductions along dims
-    that are not split; so do features that become heads. What brings parts together raises, since a rank has one of
-    them; of tokens over sequence ranks reductions, products, attention and the choice of a token are computed of all.
+    Functions that work on each part by itself return another one: element-by-element functions, views, products and
+    reductions along dims that are not split, and views that make features heads. Functions that combine parts raise,
+    since a rank has one of them. Over the tokens that sequence ranks split, reductions, products, attention and the
+    choice of a token communicate.
 
-    A plain tensor beside it is whole, on all ranks that share the part. It may be broadcast over the split dim, or have
-    all of it: then its part is taken. Its gradient is put together, so a parameter of the user's own is right there.
+    A plain tensor in the same call is whole, on all ranks that share the part. It may be broadcast over the split dim,
+    or have all of it: then each rank takes its part. Its gradient is gathered and summed, so a parameter of the user's
+    own is right there.
 
     Attributes:
         placement: which dims are split, over which axes.
@@ -118,7 +120,7 @@ class ShardedTensor(Tensor):
 
 
 def wrap(x: Tensor, placement: Placement | None) -> Tensor:
-    """Mark what a layer has computed, in place, with its placement; leave it plain where no dim is split.
+    """Mark a layer's result, in place, with its placement; leave it plain where no dim is split.
 
     An alias, as `mark` makes one, would be one more operation in forward and in backward.
     """
@@ -180,10 +182,10 @@ def _common_placement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placemen
 def _followed(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool
 ) -> tuple[Any, Placement | None]:
-    """Return what a function gives of a rank's parts, and how that is split.
+    """Return the result of a function on a rank's parts, and its placement; None for a plain result.
 
     Raises:
-        MixesPartsError: where it would be wrong.
+        MixesPartsError: the function would be wrong on parts, or is not known to be right.
     """
     args, kwargs = each_its_own(args, kwargs)
     tensors = tensors_of((args, kwargs))
@@ -192,7 +194,7 @@ def _followed(
     call = _bound(name, func, args, kwargs)
     is_in_place = (name[-1:] == "_" and name[:2] != "__") or (name[:3] == "__i" and aten_name(name) != name)
     if is_in_place and not isinstance(args[0], ShardedTensor):
-        raise MixesPartsError("writes what is split into a plain tensor, which is whole")
+        raise MixesPartsError("writes a split tensor into a plain one, which is whole")
     if isinstance(kwargs.get("out"), Tensor):
         raise MixesPartsError("writes into a tensor (out=): take what it returns")
     if call.name in RESIZES:
@@ -212,33 +214,33 @@ def _followed(
                 "meets a parameter inside of an autograd function: its gradient would lack the parts of other ranks"
             )
     places: list[tuple[str, Place]] = []
-    asked: list[At] = []
-    for role in ROLES:
-        if not any(x.placement.place(role) for x in operands):
+    asked: list[SplitRole] = []
+    for name_of_role in ROLES:
+        if not any(x.placement.place(name_of_role) for x in operands):
             continue
-        at = At(role, base)
+        role = SplitRole(name_of_role, base)
         if is_elementwise:
             leaves = [args[0]] if name in LIKE_FIRST else [*args, *kwargs.values()]
-            place: Place | None = aligned(at, leaves)
+            place: Place | None = aligned(role, leaves)
             if place is not None:
                 place = place.at(place.dim + max(x.dim() for x in tensors_of(leaves)))
         else:
-            place = _ruled(call, at)
+            place = _ruled(call, role)
         if place is not None:
-            places.append((role, place))
-        asked.append(at)
-    if is_in_place and any(x is args[0] for at in asked for x in (*at.gathered, *(entry[0] for entry in at.sliced))):
+            places.append((name_of_role, place))
+        asked.append(role)
+    changed = [x for role in asked for x in (*role.gathered, *(entry[0] for entry in role.sliced))]
+    if is_in_place and any(x is args[0] for x in changed):
         raise MixesPartsError("writes into a tensor of which it would need other tokens: take what it returns")
     placement = replace(base, places=tuple(places), standard_ndim=0)
-    if any(at.sliced or at.gathered for at in asked) or (base.split_axes and any(wants_sum(x) for x in tensors)):
+    if changed or (base.split_axes and any(wants_sum(x) for x in tensors)):
         on_meta = any(x.is_meta for x in operands)
         args, kwargs = tree_map_only(Tensor, lambda x: local_operand(x, base, asked, on_meta), (args, kwargs))
-    # torch copies only what it has the type of
-    instead = next((at.instead for at in asked if at.instead), None)
+    instead = next((role.instead for role in asked if role.instead), None)
     if instead is not None:
         args, kwargs = _plain(args), _plain(kwargs)
         out = instead(_bound(name, func, args, kwargs))
-    else:
+    else:  # torch deep-copies only tensors of its own types
         out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
     return out, placement if places else None
 
@@ -253,20 +255,20 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return bind(func, args, kwargs)
 
 
-def _ruled(call: Call, at: At) -> Place | None:
-    """Return where the split dim of one role is in the result, if it is; from the right where the rule says it so."""
+def _ruled(call: Call, role: SplitRole) -> Place | None:
+    """Return the place of a role in the result, by its rule; its dim may count from the right."""
     rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
     try:
         if rule is None:
             raise MixesPartsError("is not known to work on each part by itself")
-        return rule(at, call)
+        return rule(role, call)
     except MixesPartsError:
-        split = [x for x in tensors_of(call.arguments.values()) if at(x) is not None]
-        if at.parts or not split or any(x.is_floating_point() for x in split):
+        split = [x for x in tensors_of(call.arguments.values()) if role.place(x) is not None]
+        if role.is_contiguous or not split or any(x.is_floating_point() for x in split):
             raise
-        at.sliced, at.instead = [], None
+        role.sliced, role.instead = [], None
         for x in split:  # ids, positions and masks are small
-            at.gather(x)
+            role.gather(x)
         return None
     except (TypeError, ValueError, AttributeError) as error:
         raise MixesPartsError(f"has arguments that are not understood ({error})") from None

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-#: of each thread: whether a hook of a user's runs, and what forwards of autograd functions may have made
+#: for each thread: whether a user's hook runs, and tensors that forwards of autograd functions may have returned
 _thread = threading.local()
-#: makes a tensor one that is split as another
+#: a function of (tensor, placement) that marks the tensor as split
 Mark = Callable[[Tensor, Any], Tensor]
 
 
 def runs_user_backward() -> bool:
-    """Return whether the backward of a user's autograd function runs. A hook is refused what a forward is."""
+    """Return whether the backward of a user's autograd function runs. Functions in hooks are refused as in forwards."""
     return torch._C._current_graph_task_id() != -1 and not getattr(_thread, "runs_hook", False)
 
 
 def split_hook(
     hook: Callable[[Tensor], Tensor | None], placement: Any, mark: Mark
 ) -> Callable[[Tensor], Tensor | None]:
-    """Return the hook, given a gradient that is split as its tensor is."""
+    """Return a hook that calls the user's with a gradient that is split as its tensor is."""
 
     def call(grad: Tensor) -> Tensor | None:
         _thread.runs_hook = True
@@ -51,12 +51,12 @@ def note_made(out: Any) -> None:
 
 
 def has_made() -> bool:
-    """Return whether something is noted that an autograd function may have returned by now."""
+    """Return whether there are noted tensors, which an autograd function may have returned by now."""
     return not torch.compiler.is_compiling() and bool(getattr(_thread, "made", ())) and torch.is_grad_enabled()
 
 
 def split_gradients_of_made(mark: Mark) -> None:
-    """Let the gradients of what autograd functions have returned be split as it is."""
+    """Mark the gradients of tensors that autograd functions have returned as split like those tensors."""
     for made in _thread.made:
         x = made()
         node = x.grad_fn if x is not None and not x.placement.is_whole else None

@@ -220,7 +220,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norm over tokens": (lambda: nn.LayerNorm((16, 16)), r"layer_norm normalizes over dim -2, which is split"),
     "taken apart": (lambda: Of(lambda m, x: x.view(3, 4, 4, 16).flatten(1, 2)), r"view takes the split dim apart"),
     "written into a plain one": (
-        lambda: Of(lambda m, x: torch.zeros(3, 16, 16).copy_(x)), r"copy_ writes what is split into a plain tensor"
+        lambda: Of(lambda m, x: torch.zeros(3, 16, 16).copy_(x)), r"copy_ writes a split tensor into a plain one"
     ),
     "a number": (lambda: Of(lambda m, x: x * x.abs().amax(2).tolist()[0][0]), r"tolist reads the values of one rank"),
     "not known": (lambda: Of(lambda m, x: torch.cov(x[0])), r"cov is not known to work on each part by itself"),
