@@ -132,8 +132,9 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         sizes = describe_sizes(parallel)
         sizes += f" = {total}" if " x " in sizes else ""
         what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {describe_processes(nproc)}"
-        keep = f"\n  or keep the plan and start {describe_processes(total)} (--nproc {total})"
-        raise ConfigError(what + suggestions(config, options, nproc) + ("" if is_open else keep))
+        multiple = ", or a multiple of that" if is_open else ""
+        keep = f"\n  or keep the plan and start {describe_processes(total)}{multiple} (--nproc {total})"
+        raise ConfigError(what + suggestions(config, options, nproc) + keep)
     resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
     if resolved.zero.stage and strategy is not None:
         resolved = resolved.model_copy(update={"zero": strategy.zero_of(resolved)})
