@@ -57,7 +57,7 @@ class HostMemory:
             if self.is_first:
                 self._server = FileServer(root, address, self._key)
             addresses = all_gather_object(None if self._server is None else self._server.address, group)
-            self._addresses = {self.hosts[rank]: at for rank, at in enumerate(addresses) if at is not None}
+            self._addresses = {self.hosts[rank]: server for rank, server in enumerate(addresses) if server is not None}
 
     def ranks_of(self, host: int) -> list[int]:
         return [rank for rank, other in enumerate(self.hosts) if other == host]
@@ -76,7 +76,7 @@ class HostMemory:
         return self._remote[host]
 
     def newest(self, later_than: int, until: int | None = None) -> MemoryReader | None:
-        """Return a reader of the newest checkpoint of which each file is whole on some host. Collective.
+        """Return a reader of the newest checkpoint whose files are each whole on some host. Collective.
 
         The first rank warns of each checkpoint that is skipped. One whose manifest is not on the host of the first rank
         is skipped, too.
@@ -88,13 +88,13 @@ class HostMemory:
         steps_of_ranks = all_gather_object(list(folder.checkpoint_steps(self.root).values()), self._group)
         steps = {step for steps_of_rank in steps_of_ranks for step in steps_of_rank}
         for step in sorted(steps, reverse=True):
-            is_wanted = step > later_than and (until is None or step <= until)
-            if is_wanted and (reader := self._open(step)) is not None:
+            is_eligible = step > later_than and (until is None or step <= until)
+            if is_eligible and (reader := self._open(step)) is not None:
                 return reader
         return None
 
     def remove_later(self, step: int) -> None:
-        """Remove checkpoints of later steps, of a branch that the run has left, or not whole."""
+        """Remove checkpoints of later steps, which are not whole or of a branch that the run has left."""
         if self.is_first:
             folder.remove_later(self.root, step)
 
@@ -117,8 +117,9 @@ class HostMemory:
         problems: list[str] = []
         for host, problem_of_file in zip(self.hosts, all_gather_object(checked, self._group), strict=True):
             problems += [f"{problem} (host {host})" for problem in problem_of_file.values() if problem is not None]
-            whole = {name: host for name, problem in problem_of_file.items() if problem is None}
-            places |= whole if host == self.host else {name: at for name, at in whole.items() if name not in places}
+            whole = [name for name, problem in problem_of_file.items() if problem is None]
+            # a file on this host is read there, else on the first host that has it
+            places |= {name: host for name in whole if host == self.host or name not in places}
         if missing := sorted(set(manifest.files) - set(places)):
             more = f" and {len(missing) - 1} more files" if missing[1:] else ""
             problems.append(f"no host has {missing[0]}{more} whole")
@@ -134,7 +135,7 @@ class HostMemory:
 
     def _warn(self, path: Path, problem: str) -> None:
         if self._group.index == 0:
-            log.warning("the checkpoint in memory %s is not taken: %s", path.name, problem)
+            log.warning("the checkpoint in memory %s is not used: %s", path.name, problem)
 
 
 def _manifest_of(path: Path) -> Manifest | str:

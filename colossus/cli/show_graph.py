@@ -32,8 +32,8 @@ def render_graph(config: Config) -> str:
         raise ConfigError(f"--graph: strategy {strategy!r} has no graph; parallel.strategy=sgp has one", config.source)
     if replicas == 1:
         raise ConfigError("--graph: a single replica (data 1) sends to nobody; parallel.data=4 shows four")
-    graph = make_graph(options.graph, replicas, options.sends_to)
-    overlap = options.travels
+    graph = make_graph(options.graph, replicas, options.num_targets)
+    overlap = options.delay
     late = f", messages travel for {counted(overlap, 'step')}" if overlap else ""
     head = (
         f"graph       {name_of_graph(options.graph) or 'matrices'} over data {replicas}\nstrategy    {strategy}{late}"

@@ -1,9 +1,9 @@
 """The pipeline blocks of an unchanged model: its forward, cut between calls of its blocks.
 
 A rank runs the forward of the whole model up to the end of its part. Modules whose calls belong to earlier parts do not
-run: zeros take the place of their results, and of parameters that the rank does not have. Masks and
-positions, which depend on no parameter, are computed anew, and random numbers are drawn anew. Tensors that are computed
-from parameters and needed later arrive with the cut, and replace the zeros where a module took or returned them.
+run: zeros take the place of their results, and of parameters that the rank does not have. Masks and positions, which
+depend on no parameter, are computed anew, and random numbers are drawn anew. Tensors that are computed from parameters
+and needed later arrive with the cut, and replace the zeros where a module took or returned them.
 """
 
 from __future__ import annotations

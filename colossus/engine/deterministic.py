@@ -14,7 +14,7 @@ VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
     """Use torch's deterministic algorithms inside of a block, and restore the switches of the process after it.
 
     An operation without such an algorithm raises. cuDNN does not choose by timing. Uninitialised memory is not filled,
@@ -24,7 +24,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     Raises:
         ValueError: if CUDA is already initialised and cuBLAS's variable was not set.
     """
-    if not wanted:
+    if not is_enabled:
         yield
         return
     for name, value in VARIABLES.items():
@@ -36,14 +36,14 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         os.environ.setdefault(name, value)  # it stays, as cuBLAS has read it
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filled, timed = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    fills_memory, benchmarks = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, timed
+        memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fills_memory, benchmarks
 
 
 def add_switch(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a run, which goes on when writing to them fails."""
+"""Standard output and standard error of a run, which continues when writing to them fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _LastingFile(io.FileIO):
-    """A file that writes to the null device once its reader is gone; after a full disk it goes on trying."""
+    """A file that writes to the null device once its reader is gone; after a full disk each write tries anew."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import named
+from colossus.checkpoint.folder import checkpoint_steps
 from colossus.config import ConfigError
 from colossus.config.watches import LossSpikes
 from colossus.engine.engine import Engine
@@ -159,7 +159,7 @@ def alone(body: Any, *args: Any) -> Any:
 
 
 def steps_of(root: Path) -> list[int]:
-    return sorted(named(root).values())
+    return sorted(checkpoint_steps(root).values())
 
 
 @pytest.mark.parametrize("data", [Numbers, Stream])

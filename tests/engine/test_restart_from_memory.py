@@ -12,7 +12,7 @@ from helpers.small_run import Lines, everything, make_engine
 
 from colossus import machine
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import MEMORY, name_of, named
+from colossus.checkpoint.folder import MEMORY, checkpoint_steps, name_of
 from colossus.checkpoint.host_memory import MemoryReader
 from colossus.config import ConfigError
 from colossus.engine.engine import Engine
@@ -61,7 +61,7 @@ def test_what_goes_on_from_memory_is_the_undisturbed_run(tmp_path: Path, monkeyp
     def body() -> tuple[Any, ...]:
         wanted = train(engine_of(tmp_path / "undisturbed", 0), STEPS)
         train(engine_of(tmp_path, every=2), 5)
-        kept = sorted(named(tmp_path / "memory").values())
+        kept = sorted(checkpoint_steps(tmp_path / "memory").values())
         engine = started_again(tmp_path, every=2)
         found = engine.checkpoints.resume()
         return wanted, kept, found, engine.completed_steps, train(engine, STEPS)
@@ -82,7 +82,7 @@ def test_half_of_a_checkpoint_is_not_gone_on_from(tmp_path: Path, monkeypatch: p
         with pytest.raises(RuntimeError) as error:
             engine.checkpoints.resume()
         changed = [name for name, value in engine.model.state_dict().items() if not torch.equal(value, before[name])]
-        return str(error.value), changed, sorted(named(tmp_path / "memory").values())
+        return str(error.value), changed, sorted(checkpoint_steps(tmp_path / "memory").values())
 
     told, changed, kept = alone(tmp_path, monkeypatch, body)
     assert "no answer for 30 s" in told

@@ -36,7 +36,7 @@ class GraphStrategy(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data, context = self._data_group, parts.context
-        self.graph = make_graph(self.options.graph, data.size, self.options.sends_to)
+        self.graph = make_graph(self.options.graph, data.size, self.options.num_targets)
         _require_same(self.graph, context)
         self.vector = ParameterVector([param.detach() for param in self.trained])
         self._reported = 0.0, 0
@@ -131,7 +131,7 @@ class Gossip(GraphStrategy):
         graph, me = self.graph.at(step), self._data_group.index
         self.push_sum.send(self.links, [to for to, _ in graph.targets(me)], step)
         self.in_flight += [
-            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
+            InFlight(source, step, step + self.options.delay, float(graph.matrix[me, source]))
             for source in graph.sources(me)
         ]
 
@@ -176,7 +176,7 @@ class Gossip(GraphStrategy):
     def report(self) -> dict[str, float]:
         if self.links is None:
             return {}
-        return super().report() | {"push_sum_weight": self.weight, "staleness": float(self.options.travels)}
+        return super().report() | {"push_sum_weight": self.weight, "staleness": float(self.options.delay)}
 
     # -- state --------------------------------------------------------------------------------------------
 

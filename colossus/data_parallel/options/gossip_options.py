@@ -34,13 +34,13 @@ class GraphOptions(PerReplicaOptions):
     graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
 
     @property
-    def sends_to(self) -> int:
-        """The number of replicas to which one sends in a step."""
+    def num_targets(self) -> int:
+        """The number of replicas to which a replica sends in a step."""
         return 1
 
     @property
-    def travels(self) -> int:
-        """The number of steps for which a message travels."""
+    def delay(self) -> int:
+        """The number of steps between sending a message and mixing it in."""
         return 0
 
     def check(self, config: Config) -> list[str]:
@@ -50,10 +50,10 @@ class GraphOptions(PerReplicaOptions):
             return problems
         try:
             graph_problems = problems_of(
-                make_graph(self.graph, replicas, self.sends_to),
+                make_graph(self.graph, replicas, self.num_targets),
                 doubly_stochastic=self.needs_doubly_stochastic,
                 bipartite=self.needs_bipartite,
-                late=f"overlap = {self.travels}" if self.travels else "",
+                late=f"overlap = {self.delay}" if self.delay else "",
             )
         except (TypeError, ValueError) as error:
             graph_problems = [str(error)]
@@ -65,20 +65,20 @@ class GraphOptions(PerReplicaOptions):
 class GossipOptions(GraphOptions):
     """The options of strategies that mix by the graph in each step."""
 
-    #: the number of replicas to which one sends in a step
+    #: the number of replicas to which a replica sends in a step
     peers: Count = 1
 
     @property
-    def sends_to(self) -> int:
+    def num_targets(self) -> int:
         return self.peers
 
 
 class SGPOptions(GossipOptions):
-    #: the number of steps for which a message travels
+    #: the number of steps between sending a message and mixing it in
     overlap: CountOrZero = 0
 
     @property
-    def travels(self) -> int:
+    def delay(self) -> int:
         return self.overlap
 
 
