@@ -22,7 +22,7 @@ def render_memory(config: Config, limit: int | None = None, *, as_json: bool = F
     Raises:
         ConfigError: see `predict_memory`.
     """
-    plan = predict_memory(config)
+    plan = predict_memory(config, on_cpu=config.device == "cpu")
     fullest = plan.fullest
     if as_json:
         numbers = {"plan": describe_plan(config), **memory_as_json(plan)}

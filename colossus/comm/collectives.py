@@ -91,7 +91,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
         works = send_to_all(flat, gathered.split(len(flat)), group)
     else:
         works = [torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)]
-    return work_pending(works, gathered, entry, lambda out: _unstack(out, n, dim))
+    return work_pending(works, gathered, entry, lambda out: _unstack(out, n, dim), reads=flat)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
@@ -120,10 +120,10 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         work = dist.all_to_all_single(
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
         )
-        return work_pending([work], received, entry, lambda addends: addends.sum(0))
+        return work_pending([work], received, entry, lambda addends: addends.sum(0), reads=stacked)
     own = x.new_empty(stacked.shape[1:])
     work = torch_versions.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
-    return work_pending([work], own, entry)
+    return work_pending([work], own, entry, reads=stacked)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
@@ -152,7 +152,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, concat_dim), entry)
     received = torch.empty_like(flat)
     work = dist.all_to_all_single(received, flat, group=group.process_group, async_op=True)
-    return work_pending([work], received, entry, lambda out: _unstack(out, n, concat_dim))
+    return work_pending([work], received, entry, lambda out: _unstack(out, n, concat_dim), reads=flat)
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
@@ -244,11 +244,19 @@ def record(
 
 
 def work_pending(
-    works: Sequence[dist.Work], out: Tensor, entry: log.Entry | None, shape: Callable[[Tensor], Tensor] | None = None
+    works: Sequence[dist.Work],
+    out: Tensor,
+    entry: log.Entry | None,
+    shape: Callable[[Tensor], Tensor] | None = None,
+    *,
+    reads: Tensor | None = None,
 ) -> Pending:
-    """Return a pending result: ``out``, or ``shape(out)``, once the works of c10d are done."""
+    """Return a pending result: ``out``, or ``shape(out)``, once the works of c10d are done.
 
-    def finish() -> Tensor:
+    ``reads``, the works' input, stays alive until then.
+    """
+
+    def finish(reads: Tensor | None = reads) -> Tensor:
         for work in works:
             work.wait()
         return out if shape is None else shape(out)

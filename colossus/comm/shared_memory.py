@@ -65,6 +65,11 @@ def mapped_storages() -> set[int]:
     return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
+def message_limit(device: torch.device) -> int | None:
+    """Return the most bytes of one message that many small tensors share: on a CPU it fits a slot. None: any size."""
+    return SLOT_BYTES if device.type == "cpu" else None
+
+
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
     """Return the group's channel, or None where ``x`` cannot go through it. All ranks of the group must call alike."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in DTYPES:

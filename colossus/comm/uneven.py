@@ -99,7 +99,7 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
     out = x.new_empty((sum(lengths.received), *x.shape[1:]))
     received, sent = list(lengths.received), list(lengths.sent)
     work = dist.all_to_all_single(out, x, received, sent, group=group.process_group, async_op=True)
-    return collectives.work_pending([work], out, entry)
+    return collectives.work_pending([work], out, entry, reads=x)
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = "rows") -> Pending:
@@ -121,7 +121,7 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
         return pending
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     works = collectives.send_to_all(x, out.split(list(lengths)), group)
-    return collectives.work_pending(works, out, entry)
+    return collectives.work_pending(works, out, entry, reads=x)
 
 
 def _through_slots(

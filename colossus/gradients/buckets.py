@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from colossus.comm import shared_memory
 from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
-from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layers.model_parallel import model_parallel_of
@@ -236,8 +236,8 @@ class StageBuckets:
         for (axes, gradient), group in groups.items():
             dtype = self._context.precision.reduce_dtype(gradient)
             limit = self._bucket_bytes
-            if group[0].device.type == "cpu":  # a bucket and its flags have to fit in a slot of shared memory
-                limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
+            if (message := shared_memory.message_limit(group[0].device)) is not None:
+                limit = min(limit, message - 4096 * dtype.itemsize)  # flags have to fit, too
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:

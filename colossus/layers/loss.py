@@ -213,7 +213,7 @@ class _CrossEntropy(torch.autograd.Function):
         if z_loss:
             loss = loss + z_loss * log_sum.square()
         ctx.save_for_backward(narrow, log_sum, column, is_local, valid)
-        ctx.options = split, smoothing, z_loss
+        ctx.options = split.stop - split.start, split.total, smoothing, z_loss  # `split` would keep the logits alive
         return loss.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
@@ -221,8 +221,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         narrow, log_sum, column, is_local, valid = ctx.saved_tensors
         logits = to_wide_dtype(narrow)
-        split, smoothing, z_loss = ctx.options
-        width = split.stop - split.start
+        width, total, smoothing, z_loss = ctx.options
         weight = valid.to(logits.dtype) * grad
         out = (logits - log_sum.unsqueeze(-1)).exp_()
         out.mul_((weight * (1.0 + 2.0 * z_loss * log_sum)).unsqueeze(-1))
@@ -230,7 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
             hit = (weight * (smoothing - 1.0)).masked_fill(~is_local, 0.0)
             out.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
         if smoothing:
-            out.sub_((weight * (smoothing / split.total)).unsqueeze(-1))
+            out.sub_((weight * (smoothing / total)).unsqueeze(-1))
         if width < out.shape[1]:
             out[:, width:] = 0.0
         return out.to(narrow.dtype), None, None, None, None, None

@@ -16,6 +16,7 @@ from colossus.planner.candidates import samples_of
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
+from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
@@ -87,7 +88,7 @@ class Estimator:
         """Estimate a plan with all of its microbatches."""
         profile = self.profile(config)
         ranks = stages_of(config, profile)
-        memory = memory_of(config, profile, ranks)
+        memory = memory_of(config, profile, ranks, on_cpu=not self.hardware.overlaps)
         player = self.player(config)
         timelines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
@@ -103,10 +104,13 @@ class Estimator:
             ConfigError: see `profile_layout`.
         """
         split = splits_backward(config) if split_backward is None else split_backward
-        key = layout_key(config), split
+        is_sharded = PlanAxes(config).stage > 0
+        key = layout_key(config), split, is_sharded
         if key not in self._profiles:
             try:
-                self._other = profile_layout(layout_config(config), split_backward=split, other=self._other)
+                self._other = profile_layout(
+                    layout_config(config), split_backward=split, is_sharded=is_sharded, other=self._other
+                )
                 self._profiles[key] = self._other
             except ConfigError as error:
                 self._profiles[key] = error

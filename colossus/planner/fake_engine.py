@@ -5,7 +5,6 @@ Where the engine reads a value, or an answer of another rank, it gets that of a 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from colossus.comm import collectives, shared_memory
+from colossus.comm import shared_memory
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.construct.build_model import _Materializer
@@ -32,8 +31,10 @@ from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tenso
 
 
 @contextmanager
-def fake_engines() -> Iterator[CountedFakeTensors]:
+def fake_engines(*, on_cpu: bool = True) -> Iterator[CountedFakeTensors]:
     """Let `colossus.initialize` make engines of fake tensors inside the context. They can train.
+
+    The tensors are on the CPU; without ``on_cpu`` messages have any size, as those between GPUs.
 
     Other ranks answer as this one: they have the same settings, use the same parameters, and the ranks of a model have
     the same batch. All numbers are finite. Experts get equal numbers of tokens.
@@ -50,8 +51,8 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (consistency.ProgramCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", lambda self: [float(i in self._present) for i in range(len(self.params))]),
             (RowGradients, "used_by_ranks", lambda self, flags: [float(used) for used in self._present]),
-            (collectives, "_MESSAGES_BYTES", sys.maxsize),  # messages instead of a collective are for gloo only
             (shared_memory, "_open_channel", lambda group: None),  # would list all pairs of ranks
+            *(() if on_cpu else ((shared_memory, "message_limit", lambda device: None),)),
             (dist, "all_gather_object", _answer_as_self),
             (dist, "broadcast_object_list", _answer_as_self),
         ):

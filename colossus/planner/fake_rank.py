@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,15 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-from colossus.comm import shared_memory
+from colossus.comm import collectives, shared_memory
 from colossus.config import Config
 from colossus.construct.build_model import replace_tensors, wide_parameters
 from colossus.context.grid import build_grid
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
+from colossus.data_parallel.zero.blocks import placed_parameters
+from colossus.data_parallel.zero.flat_rows import Dtypes
+from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
@@ -37,7 +41,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield
+        with patch.object(collectives, "_MESSAGES_BYTES", sys.maxsize):  # messages in their place are for gloo only
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -89,3 +94,23 @@ def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool
         return param
 
     replace_tensors(model, fake)
+
+
+@contextmanager
+def gathered_parameters(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Give a model's fake parameters the dtypes in which ZeRO gathers them, inside the context."""
+    before: list[tuple[nn.Parameter, Tensor, torch.dtype | None, torch.dtype | None]] = []
+    for placed in placed_parameters(model):
+        param = placed.param
+        dtypes = Dtypes.of(param, precision, is_product=placed.is_product)
+        if param.device.type == "meta" or param.dtype == dtypes.computed:
+            continue
+        before.append((param, param.data, param.grad_dtype, spec_of(param).gradient_dtype))
+        param.data = torch.empty(param.shape, dtype=dtypes.computed, device=param.device)
+        set_gradient_dtype(param, dtypes.gradient)
+    try:
+        yield
+    finally:
+        for param, data, grad_dtype, declared in before:
+            param.grad, param.data = None, data
+            param.grad_dtype, spec_of(param).gradient_dtype = grad_dtype, declared

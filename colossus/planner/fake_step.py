@@ -62,12 +62,13 @@ def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = Non
     return [first[at] for at in (range(len(first)) if pipeline_ranks is None else pipeline_ranks)]
 
 
-def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankStep]:
+def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bool = True) -> list[RankStep]:
     """Run the second step of some ranks of a plan, one rank after the other.
 
     Args:
         config: the resolved config, for a world of any size.
         ranks: ranks in the world; by default one for each pipeline rank, as the others do the same.
+        on_cpu: whether messages have to fit a slot of shared memory.
 
     Raises:
         ConfigError: the config has no model or data, the model or data cannot be built or read, sizes depend on a
@@ -85,10 +86,10 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankS
         )
     with _errors_of(config):
         batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
-        return [_run_rank(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
+        return [_run_rank(config, rank, batch, on_cpu) for rank in ranks or ranks_of_pipeline(config)]
 
 
-def _run_rank(config: Config, rank: int, batch: Any) -> RankStep:
+def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
     began = time.perf_counter()
     grid = build_grid(config.parallel)
     values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
@@ -97,7 +98,7 @@ def _run_rank(config: Config, rank: int, batch: Any) -> RankStep:
         GLOBAL_RNG.preserved(),
         patch.dict(os.environ, environment),
         fake_world(grid.world_size, rank),
-        fake_engines() as fake,
+        fake_engines(on_cpu=on_cpu) as fake,
     ):
         engine = colossus.initialize(_without_files(config))
         try:

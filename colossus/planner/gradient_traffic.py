@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -21,79 +20,13 @@ from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, Paramet
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
-from colossus.planner.zero_traffic import Unit, ZeroTraffic, together
-from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE
+from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
+from colossus.planner.zero_traffic import RowTraffic, Unit, ZeroTraffic, together
+from colossus.schedule.actions import INPUT_GRADIENT
 
 #: the step's numbers: loss, count, squares of gradients, requests to stop, marks of programs
 _NUMBERS = 5
 _FLOAT64 = 8
-
-
-@dataclass(frozen=True)
-class BlockGather:
-    """The gather of a block's weights, which are freed within the step (ZeRO-3).
-
-    Attributes:
-        stage, block: the block that needs them; the gather starts while the block before it runs.
-        in_backward: whether each backward gathers them again, because each forward frees them.
-        collectives: the collectives, one after the other.
-    """
-
-    stage: int
-    block: int
-    in_backward: bool
-    collectives: tuple[Collective, ...]
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The reduction of gradients that travel together.
-
-    Attributes:
-        stage: stage of the parameters.
-        block: the block whose backward completes the last gradient; None if they wait for the end of the stage.
-        when: "each" for a reduction in each backward of the stage (or wgrad, if the schedule splits it), "last" for one
-            in the last backward of the step.
-        collectives: the collectives, one after the other.
-    """
-
-    stage: int
-    block: int | None
-    when: Literal["each", "last"]
-    collectives: tuple[Collective, ...]
-
-
-@dataclass(frozen=True)
-class StepTraffic:
-    """The collectives of one pipeline rank in a step.
-
-    Attributes:
-        begin: collectives before the first forward: gathers of weights that stay whole for the step.
-        gathers: gathers of other blocks, in the order of the chain.
-        gathered: (stage, microbatch) of each forward that has to gather freed weights.
-        reductions: reductions of each stage, in the order in which they start.
-        end: collectives after the last backward and all reductions, one after the other.
-    """
-
-    begin: tuple[Collective, ...]
-    gathers: tuple[BlockGather, ...]
-    gathered: frozenset[tuple[int, int]]
-    reductions: tuple[Reduction, ...]
-    end: tuple[Collective, ...]
-
-    def counts(self, stages: RankStages) -> Counter[Collective]:
-        """Return how often each collective is started in a step."""
-        forwards = Counter(stage for stage, _ in self.gathered)
-        backwards = Counter(action.stage for action in stages.actions if action.kind in LAST_USE)
-        counts: Counter[Collective] = Counter((*self.begin, *self.end))
-        for gather in self.gathers:
-            times = forwards[gather.stage] + gather.in_backward * backwards[gather.stage]
-            for collective in gather.collectives:
-                counts[collective] += times
-        for reduction in self.reductions:
-            for collective in reduction.collectives:
-                counts[collective] += backwards[reduction.stage] if reduction.when == "each" else 1
-        return counts
 
 
 def gradient_traffic(
@@ -147,34 +80,46 @@ class _Composer:
         units = self._units
         lasting: list[tuple[int | None, Sequence[ParameterFacts]]] = [(None, units.root)] if units.root else []
         lasting += [] if self._frees else together(units.blocks)
-        begin = [gather for _, params in lasting for gather in self._zero.gathers(params)]
+        rows = [rows for _, params in lasting for rows in self._zero.rows(params)]
+        begin = [own.gather for own in rows if own.gather.ranks > 1]
+        whole = sum(own.whole for own in rows) if self._axes.stage == 3 else 0
         gathers = self._gathers(units.blocks) if self._frees else []
         reductions: list[Reduction] = []
         end: list[Collective] = []
+        buckets, tied = self._buckets(), self._tied()
         if self._is_zero:
             reductions += self._reductions_of_rows(units.blocks if self._frees else (), lasting)
-            end += [collective for bucket in self._buckets() for collective in bucket.collectives]
+            end += [collective for bucket in buckets for collective in bucket.collectives]
         else:
-            reductions += self._buckets()
-        end += self._tied()
+            reductions += buckets
+        end += tied
+        in_buckets = sum(bucket.collectives[0].input_bytes for bucket in buckets)
+        in_buckets += sum(collective.input_bytes for collective in tied)
         end += self._numbers()
         if optimizer is not None:
             end += optimizer.collectives(self._config, self._axes, as_stored(units, self._axes))
-        return StepTraffic(tuple(begin), tuple(gathers), self._gathered(), tuple(reductions), tuple(end))
+        return StepTraffic(
+            tuple(begin), tuple(gathers), self._gathered(), tuple(reductions), tuple(end), whole, in_buckets
+        )
 
     # -- weights ------------------------------------------------------------------------------------------
 
     def _gathers(self, units: Iterable[Unit]) -> list[BlockGather]:
-        by_block: dict[int, list[Collective]] = {}
-        for block, params in units:
-            by_block.setdefault(block, []).extend(self._zero.gathers(params))
         is_again = self._config.parallel.tensor.weights == "matmul"
+        by_block: dict[int, list[RowTraffic]] = {}
+        for block, params in units:
+            by_block.setdefault(block, []).extend(self._zero.rows(params))
         return [
             BlockGather(
-                self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, tuple(collectives)
+                self._stages.stage_of[block],
+                block,
+                is_again and block >= self._model.first_trained,
+                tuple(own.gather for own in rows if own.gather.ranks > 1),
+                sum(own.whole for own in rows),
+                sum(own.gathering for own in rows),
+                sum(own.gradients for own in rows),
             )
-            for block, collectives in by_block.items()
-            if collectives
+            for block, rows in by_block.items()
         ]
 
     def _gathered(self) -> frozenset[tuple[int, int]]:
@@ -205,20 +150,30 @@ class _Composer:
         """
         reductions: list[Reduction] = []
         transient: set[int] = set()
+
+        def add(own: RowTraffic, stage: int, block: int | None, when: Literal["each", "last"]) -> None:
+            assert own.reduction is not None
+            collectives = (own.reduction,) if own.reduction.ranks > 1 else ()
+            freed = own.gradients if self._axes.stage > 1 else 0
+            reductions.append(Reduction(stage, block, when, collectives, freed, own.reducing, own.sums))
+
         for block, params in reversed([*freed]):
-            for reduced, collectives in self._zero.reductions(params):
-                stage = self._stage_of(reduced)
-                transient.add(stage)
-                reductions.append(Reduction(stage, block, "each", collectives))
+            for own in self._zero.rows(params):
+                if own.reduction is not None:
+                    stage = self._stage_of([params[place] for place in own.places])
+                    transient.add(stage)
+                    add(own, stage, block, "each")
         started: dict[int, int] = {}
         for _, params in reversed(lasting):
-            for reduced, collectives in self._zero.reductions(params):
-                stage = self._stage_of(reduced)
-                at = min(self._completed_in(param, stage) for param in reduced)
-                started[stage] = at = min(started.get(stage, at), at)
-                is_early = stage in self._stages.starts_early and stage not in transient
-                reductions.append(Reduction(stage, at if is_early else None, "last", collectives))
-        return [reduction for reduction in reductions if reduction.collectives]
+            for own in self._zero.rows(params):
+                if own.reduction is not None:
+                    reduced = [params[place] for place in own.places]
+                    stage = self._stage_of(reduced)
+                    at = min(self._completed_in(param, stage) for param in reduced)
+                    started[stage] = at = min(started.get(stage, at), at)
+                    is_early = stage in self._stages.starts_early and stage not in transient
+                    add(own, stage, at if is_early else None, "last")
+        return reductions
 
     def _stage_of(self, params: Iterable[ParameterFacts]) -> int:
         """Return the stage whose backward completes the gradients of all of these parameters."""

@@ -10,6 +10,9 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts
 from colossus.planner.trace import Trace
 
+#: the most bytes between two gradients of a backward: of activations, and of gradients that it has made by then
+Level = tuple[int, int]
+
 
 @dataclass(frozen=True, eq=False)
 class BlockProfile:
@@ -19,10 +22,10 @@ class BlockProfile:
         forward, backward: traces; a backward includes its recomputation.
         wgrad: trace of the part of backward that a schedule may run later; None if the backward is not split.
         deferred: bytes that are alive from the end of backward to ``wgrad``; None if the backward is not split.
-        wgrad_peak: the most bytes while ``wgrad`` runs, beyond ``deferred``.
+        wgrad_levels: levels of ``wgrad``, activations beyond ``deferred``.
         saved: bytes from its forward to its backward, its output included.
-        forward_peak, backward_peak: the most bytes while it runs, beyond those that the blocks before it save (and in
-            backward its own).
+        forward_peak: the most bytes while its forward runs, beyond those that the blocks before it save.
+        levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
         passed: bytes of its output.
         passed_back: bytes of the gradient of its output.
     """
@@ -31,10 +34,10 @@ class BlockProfile:
     backward: Trace
     wgrad: Trace | None
     deferred: int | None
-    wgrad_peak: int
+    wgrad_levels: tuple[Level, ...]
     saved: int
     forward_peak: int
-    backward_peak: int
+    levels: tuple[Level, ...]
     passed: int
     passed_back: int
 

@@ -33,12 +33,12 @@ from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
 from colossus.layout.parameter import spec_of
-from colossus.layout.split_parameter import local_shape
+from colossus.planner.backward_levels import BackwardLevels
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
-from colossus.planner.fake_rank import fake_rank, give_sizes
+from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
+from colossus.planner.layout_blocks import BlockProfile, LayoutProfile, Level
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
 from colossus.planner.shallow import shallow, with_more_layers
@@ -46,17 +46,22 @@ from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
-from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 def profile_layout(
-    config: Config, *, split_backward: bool = False, other: LayoutProfile | None = None
+    config: Config,
+    *,
+    split_backward: bool = False,
+    is_sharded: bool = False,
+    other: LayoutProfile | None = None,
 ) -> LayoutProfile:
     """Run a microbatch of a config through its model, on fake tensors, and return the profile.
 
     Args:
         config: the resolved config with the layout's sizes, one pipeline rank and one microbatch.
         split_backward: whether dgrad and wgrad are recorded apart.
+        is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stage` is not 0),
+            which then have the dtype of compute.
         other: profile of another layout of the same model and data; facts that do not depend on the layout are copied.
 
     Raises:
@@ -67,7 +72,7 @@ def profile_layout(
         raise ConfigError(f"{missing}: the config has none, and the cost of a plan depends on it", config.source)
     try:
         with fake_rank(config) as context:
-            return _profile(config, context, split_backward, other)
+            return _profile(config, context, split_backward, is_sharded, other)
     except ConfigError:
         raise
     except ValueError as error:
@@ -99,7 +104,11 @@ def repeated(sample: Any, size: int) -> Any:
 
 
 def _profile(
-    config: Config, context: ParallelContext, split_backward: bool, other: LayoutProfile | None
+    config: Config,
+    context: ParallelContext,
+    split_backward: bool,
+    is_sharded: bool,
+    other: LayoutProfile | None,
 ) -> LayoutProfile:
     config, more = shallow(config)
     spec = config.model.spec()  # type: ignore[union-attr]
@@ -119,11 +128,9 @@ def _profile(
     unused = _unused(runs, blocks)
     with counted_fake_tensors() as fake, balanced_experts():
         give_sizes(model, context.precision, lambda name: name not in unused)
-        for name, param in model.named_parameters():
-            if param.requires_grad and name not in unused:
-                param.grad = torch.empty(local_shape(param), dtype=gradient_dtype(param))
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
-        profiles = run.of(runs)
+        with gathered_parameters(model, context.precision) if is_sharded else nullcontext():
+            profiles = run.of(runs)
         _share_gradient_axes(model, runs, blocks)
         facts = facts_of(model, context, blocks if chained else None, groups[0])
     all_blocks: list[BlockProfile] = []
@@ -181,12 +188,12 @@ class _Begun:
     #: bytes that are alive at the end of its forward
     live: int
     backward: Trace = field(default_factory=Trace)
-    backward_peak: int = 0
+    levels: list[Level] = field(default_factory=list)
     #: number of all deferred weight gradients at the end of its backward
     tasks: int = 0
-    #: bytes that its own deferred weight gradients hold, and the most that they need on top
+    #: bytes that its own deferred weight gradients hold, and the levels while they run
     deferred: int = 0
-    wgrad_peak: int = 0
+    wgrad_levels: list[Level] = field(default_factory=list)
 
 
 class _MicrobatchRun:
@@ -201,6 +208,7 @@ class _MicrobatchRun:
         fake: CountedFakeTensors,
         split_backward: bool,
     ) -> None:
+        self._model = model
         self._inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         fake_batch = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
         self._batch = self._inputs.split(fake_batch, 1)
@@ -215,21 +223,22 @@ class _MicrobatchRun:
         """Run the microbatch, and return the profiles of the executed blocks of each run."""
         fake = self._fake
         self._begun: list[_Begun] = []
+        self._levels = BackwardLevels(fake, self._recorder)
         deferral = self._parallel.weights.deferral
         mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
         with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._in_a_step(), mode:
             loss = self._forward(runs)
-            fake.mark()
+            self._levels.begin(self._begun[-1].live)
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
-            with tasks as self._tasks:
+            with tasks as self._tasks, self._levels.of(self._model, deferral):
                 torch.autograd.backward([get_gradient_edge(loss)])  # a tensor instead would turn off the mode
             self._end_backward(0)
             wgrads = self._wgrads()
             self._tasks = []  # they refer to the graph, and its hooks to this object
         profiles = iter([
             BlockProfile(
-                b.forward, b.backward, wgrad, b.deferred if self._split else None, b.wgrad_peak, b.saved,
-                b.forward_peak, b.backward_peak, b.passed, b.passed_back,
+                b.forward, b.backward, wgrad, b.deferred if self._split else None, tuple(b.wgrad_levels), b.saved,
+                b.forward_peak, tuple(b.levels), b.passed, b.passed_back,
             )
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
@@ -291,21 +300,24 @@ class _MicrobatchRun:
         """Record the backward of a block, and of blocks after it whose end no hook has seen."""
         block = self._begun[number]
         block.backward, block.tasks = self._recorder.take(), len(self._tasks)
+        block.levels = self._levels.take()
         deferred = sum(behind.deferred for behind in self._begun[number + 1 :])
-        block.backward_peak = max(0, self._fake.peak - block.live - deferred)
         if self._split:
-            block.deferred = max(0, self._fake.live - (block.live - block.saved) - deferred)
-        self._fake.mark()
+            block.deferred = max(0, self._levels.live - (block.live - block.saved) - deferred)
+            deferred += block.deferred
+        if number:
+            self._levels.begin(self._begun[number - 1].live + deferred)
 
     def _wgrads(self) -> list[Trace | None]:
         if not self._split:
             return [None] * len(self._begun)
         traces: list[Trace | None] = []
         self._recorder.take()
-        with torch.no_grad():
+        deferral = self._parallel.weights.deferral
+        with torch.no_grad(), self._levels.of(self._model, deferral):
             for block, behind in zip(self._begun, [*self._begun[1:], None], strict=True):
-                before = self._fake.mark()
-                self._parallel.weights.deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
-                block.wgrad_peak = self._fake.peak - before
+                self._levels.begin(self._levels.live)
+                deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
+                block.wgrad_levels = self._levels.take()
                 traces.append(self._recorder.take())
         return traces

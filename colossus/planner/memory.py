@@ -10,13 +10,17 @@ from collections.abc import Sequence
 
 from colossus.config import Config
 from colossus.config.plans import name_of
+from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
-from colossus.planner.parameter_facts import itemsize
-from colossus.planner.plan_stages import layout_config, stages_of
+from colossus.planner.memory_play import MemoryPlay
+from colossus.planner.parameter_facts import ModelFacts, itemsize
+from colossus.planner.plan_axes import PlanAxes
+from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.stage_activations import StageActivations, peak_of_step
+from colossus.planner.sharded_units import sharded_units
+from colossus.planner.step_traffic import StepTraffic
 from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
 
@@ -24,19 +28,31 @@ from colossus.schedule.actions import in_flight
 COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
 
 
-def predict_memory(config: Config) -> PlanMemory:
+def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
     """Predict the memory of a resolved config's plan.
+
+    Args:
+        config: the config.
+        on_cpu: see `colossus.planner.gradient_traffic.gradient_traffic`.
 
     Raises:
         ConfigError: see `colossus.planner.layout_profile.profile_layout` and
             `colossus.planner.plan_stages.stages_of`.
     """
-    profile = profile_layout(layout_config(config))
-    return memory_of(config, profile, stages_of(config, profile))
+    profile = profile_layout(
+        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stage > 0
+    )
+    return memory_of(config, profile, stages_of(config, profile), on_cpu=on_cpu)
 
 
 def memory_of(
-    config: Config, profile: LayoutProfile, ranks: Sequence[RankStages], *, times: float = 1.0, exact: bool = True
+    config: Config,
+    profile: LayoutProfile,
+    ranks: Sequence[RankStages],
+    *,
+    on_cpu: bool,
+    times: float = 1.0,
+    exact: bool = True,
 ) -> PlanMemory:
     """Return the memory of a plan whose layout has this profile.
 
@@ -44,50 +60,49 @@ def memory_of(
         config: the resolved config of the plan.
         profile: profile of its layout.
         ranks: stages of all pipeline ranks, or of some.
+        on_cpu: see `colossus.planner.gradient_traffic.gradient_traffic`.
         times: samples of a microbatch over those of the profile; activations are scaled by it.
         exact: see `colossus.planner.optimizer_memory.OptimizerMemory.bytes`.
     """
-    accumulates = config.schedule.microbatches > 1
+    facts, axes = profile.facts, PlanAxes(config)
     memories: list[RankMemory] = []
     for rank in ranks:
-        stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates, exact=exact)
-        grown = 0 if accumulates else stored.gradients
-        stages = _stages(profile, rank, 0 if config.parallel.zero.stage == 3 else grown)
-        activations = max(0, round(times * peak_of_step(rank.actions, stages)) - grown)
-        if config.parallel.pipeline.size > 1:
-            activations += 2 * round(times * max(stages[stage].passed for stage in rank.stages))
-        memories.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, activations))
+        stored = stored_bytes(facts, config, rank, profile.optimizer, exact=exact)
+        traffic = gradient_traffic(facts, config, rank, on_cpu=on_cpu)
+        made, moved = _gradients(facts, config, axes, rank, traffic)
+        play = MemoryPlay(
+            profile.blocks, rank, traffic, stored, made, moved,
+            scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
+        )  # fmt: skip
+        memories.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 
-def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, StageActivations]:
-    """Return the activations of a rank's stages.
+def _gradients(
+    facts: ModelFacts, config: Config, axes: PlanAxes, rank: RankStages, traffic: StepTraffic
+) -> tuple[list[int], list[int]]:
+    """Return, for each block, the bytes of gradients that stay in a step, and the part that goes into buckets.
 
-    Args:
-        profile: profile of the layout.
-        rank: stages of the rank.
-        grown: bytes of gradients that backward allocates while activations are freed, shared out over the blocks by
-            their parameters.
+    The block of a gradient is the last of the rank's blocks that use the parameter.
     """
-    params = [param for param in profile.facts.parameters if param.kind.is_trainable]
-    sizes = [0] * len(profile.blocks)
-    for param in params:
-        sizes[param.blocks[-1]] += param.kind.elements
-    numbers = [number for stage in rank.stages for number in rank.blocks_of(stage)]
-    bytes_per_element = grown / max(1, sum(sizes[number] for number in numbers))
-    tied = [param for param in params if len(param.blocks) > 1]
-    stages, last = {}, len(rank.bounds) - 2
-    for stage in rank.stages:
-        of_stage = rank.blocks_of(stage)
-        blocks = [profile.blocks[number] for number in of_stage]
-        made = [round(bytes_per_element * sum(sizes[number + 1 : of_stage.stop])) for number in of_stage]
-        # The profile ran one backward, so that a block's peak includes gradients of tied parameters of later stages.
-        for at, number in enumerate(of_stage):
-            later = [param for param in tied if param.blocks[0] <= number and param.blocks[-1] >= of_stage.stop]
-            made[at] -= sum(param.kind.elements * itemsize(param.kind.gradient) for param in later)
-        received = profile.blocks[of_stage.start - 1].passed if stage else 0
-        stages[stage] = StageActivations.of(blocks, received, made, is_last=stage == last)
-    return stages
+    made, moved = [0] * len(facts.blocks), [0] * len(facts.blocks)
+    units = sharded_units(facts, axes, rank)
+    cut = {param.name for param in units.cut}
+    is_zero = bool(config.parallel.zero.stage)
+    own = {number for stage in rank.stages for number in rank.blocks_of(stage)}
+    for param in units.every:
+        kind = param.kind
+        if not kind.is_trainable:
+            continue
+        block = max((number for number in param.blocks if number in own), default=max(own))
+        is_cut = param.name in cut
+        width = itemsize(kind.sharded[1] if is_cut else kind.gradient)
+        made[block] += kind.elements * width
+        if not (is_zero and is_cut) and kind.gradient == kind.reduced and axes.sums(kind.gradient_axes):
+            moved[block] += kind.elements * width
+    for gather in traffic.gathers:
+        made[gather.block] -= gather.gradients
+    return made, moved
 
 
 def _notes(config: Config) -> list[str]:

@@ -13,7 +13,9 @@ from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 
 
-def check(config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = None) -> CheckReport:
+def check(
+    config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = None, *, on_cpu: bool = True
+) -> CheckReport:
     """Compare the bytes that some ranks of a plan send and hold in a step with the prediction.
 
     Args:
@@ -21,13 +23,14 @@ def check(config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = 
         estimate: the prediction for it.
         ranks: ranks in the world; by default one for each of these pipeline ranks: the first, the last, the fullest,
             and of those between the one that stores most. The others do no more.
+        on_cpu: whether the plan is for ranks on CPUs.
 
     Raises:
         ConfigError: see `fake_steps`.
     """
     if ranks is None:
         ranks = ranks_of_pipeline(config, _pipeline_ranks(estimate.memory))
-    steps = fake_steps(config, ranks)
+    steps = fake_steps(config, ranks, on_cpu=on_cpu)
     counted = _bytes_by_axes(steps)
     predicted = {axes: cost.bytes for axes, cost in estimate.axes.items() if cost.bytes}
     rows = [Compared(axes, predicted.get(axes, 0.0), counted.get(axes, 0.0)) for axes in {**predicted, **counted}]

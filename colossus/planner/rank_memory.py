@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,54 +13,36 @@ class StoredBytes:
 
     Attributes:
         weights: parameters and buffers between steps.
-        gathered: the most bytes of gathered whole parameters beyond ``weights`` (ZeRO).
-        gradients: the most bytes of gradients while there are activations.
-        buffers: buckets of gradients and buffers of gathered parameters, while there are activations.
         optimizer: state of the optimizer.
-        update: bytes needed when the activations are freed: by reductions after the last backward, or by the
-            optimizer's step.
         gradients_between: gradients between steps.
-        on_host: the part of weights, gradients and optimizer state that is in host memory.
+        update: bytes that the optimizer's step needs on top.
+        on_host: the part of weights and optimizer state that is in host memory.
     """
 
     weights: int
-    gathered: int
-    gradients: int
-    buffers: int
     optimizer: int
-    update: int
     gradients_between: int
+    update: int
     on_host: int
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The peak memory of a pipeline rank, in bytes by kind.
+    """The peak memory of a pipeline rank.
 
     Attributes:
         rank: index along the pipeline axis.
         stages: stages that it runs.
         in_flight: the most microbatches whose activations it holds, see `colossus.schedule.actions.in_flight`.
-        stored: bytes that it stores beside activations.
-        activations: activations saved for backward, the temporary ones of the largest action, and in a pipeline a value
-            that arrives and one that leaves. With one microbatch, gradients are allocated while activations are freed;
-            then only the bytes beyond ``stored.gradients`` count here.
+        stored: bytes that it stores.
+        kinds: bytes by kind at its peak (`colossus.planner.memory_play.MemoryPlay.run`); "on the host" is negative.
     """
 
     rank: int
     stages: tuple[int, ...]
     in_flight: int
     stored: StoredBytes
-    activations: int
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Return the bytes by kind at the peak of the rank: with activations, or with the update if that is more."""
-        sizes = dict(vars(self.stored))
-        update, on_host = sizes.pop("update"), sizes.pop("on_host")
-        del sizes["gradients_between"]
-        fullest = {"activations": self.activations} if self.activations >= update else {"update": update}
-        return {**sizes, **fullest, "on the host": -on_host}
+    kinds: Mapping[str, int]
 
     @property
     def total(self) -> int:

@@ -52,7 +52,8 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
         ValueError: the schedule or the split does not fit the model.
     """
     ranks = _some_ranks(config, profile, block_seconds(profile, player))
-    memory = memory_of(config, profile, ranks, times=times, exact=False)
+    on_cpu = not player.hardware.overlaps
+    memory = memory_of(config, profile, ranks, on_cpu=on_cpu, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
     lines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]

@@ -10,10 +10,11 @@ from functools import cached_property
 from colossus.config import Config
 from colossus.planner.beside import BlockSeconds, run_beside
 from colossus.planner.collective import Collective
-from colossus.planner.gradient_traffic import StepTraffic, gradient_traffic
+from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_stages import RankStages
+from colossus.planner.step_traffic import StepTraffic
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action

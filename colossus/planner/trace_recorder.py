@@ -100,16 +100,17 @@ class TraceRecorder:
         name, axes, _ = counted[0]
         sent, ranks = sum(nbytes for _, _, nbytes in counted), self._context.grid.size(axes.split("x"))
         kind = name.split()[0]
-        self._add(Started(self._numbers, kind, axes, input_bytes_of(kind, ranks, sent)))
+        self.record(Started(self._numbers, kind, axes, input_bytes_of(kind, ranks, sent)))
         return _AwaitedEntry(self, self._numbers, operation, axes)
 
-    def _add(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
+        """Add an event to the trace that is being recorded."""
         (self._once if self._is_once else self._repeated if self._recomputes else self._events).append(event)
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         event = work_of(func, args, kwargs, out)
         if event is not None:
-            self._add(event)
+            self.record(event)
 
 
 class _AwaitedEntry(log.Entry):
@@ -128,7 +129,7 @@ class _AwaitedEntry(log.Entry):
     @done.setter
     def done(self, value: bool) -> None:
         if value:
-            self._recorder._add(Awaited(self._number))
+            self._recorder.record(Awaited(self._number))
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:

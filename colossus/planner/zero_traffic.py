@@ -16,18 +16,37 @@ Unit = tuple[int, Sequence[ParameterFacts]]
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """Parameters that travel in one collective.
+class RowTraffic:
+    """Parameters of a unit that travel in one collective.
 
     Attributes:
         places: their indices in the unit.
         gather: the gather of their values.
         reduction: the reduction of their gradients, None if they are frozen.
+        whole: bytes of the gathered parameters.
+        gradients: bytes of their whole gradients, 0 if they are frozen.
+        sums: bytes of the rows of the summed gradients, before they are cast to the optimizer's dtype.
     """
 
     places: tuple[int, ...]
     gather: Collective
     reduction: Collective | None
+    whole: int
+    gradients: int
+    sums: int
+
+    @property
+    def gathering(self) -> float:
+        """Return the bytes of the gather's buffers: its input, and the rows of all ranks."""
+        size, ranks = self.gather.input_bytes, self.gather.ranks
+        return size * (1 + ranks) if ranks > 1 else size
+
+    @property
+    def reducing(self) -> float:
+        """Return the bytes of the reduction's buffers: its input, and the sums of a rank's rows."""
+        assert self.reduction is not None
+        size, ranks = self.reduction.input_bytes, self.reduction.ranks
+        return size * (1 + 1 / ranks) if ranks > 1 else size
 
 
 class ZeroTraffic:
@@ -41,27 +60,16 @@ class ZeroTraffic:
     def __init__(self, axes: PlanAxes, *, on_cpu: bool) -> None:
         self._axes, self._on_cpu = axes, on_cpu
         #: collectives by the ids of the parameters' kinds: equal units have equal ones
-        self._flats_of: dict[tuple[int, ...], list[_Flat]] = {}
+        self._flats_of: dict[tuple[int, ...], list[RowTraffic]] = {}
 
-    def gathers(self, params: Sequence[ParameterFacts]) -> tuple[Collective, ...]:
-        """Return the all-gathers that make parameters whole, none over a single rank."""
-        return tuple(flat.gather for flat in self._flats(params) if flat.gather.ranks > 1)
-
-    def reductions(self, params: Sequence[ParameterFacts]) -> list[tuple[list[ParameterFacts], tuple[Collective, ...]]]:
-        """Return the parameters whose gradients travel together, with their reduce-scatter, none over a single rank."""
-        return [
-            ([params[place] for place in flat.places], (flat.reduction,) if flat.reduction.ranks > 1 else ())
-            for flat in self._flats(params)
-            if flat.reduction is not None
-        ]
-
-    def _flats(self, params: Sequence[ParameterFacts]) -> list[_Flat]:
+    def rows(self, params: Sequence[ParameterFacts]) -> list[RowTraffic]:
+        """Return the traffic of a unit with these parameters."""
         key = tuple([id(param.kind) for param in params])
         if key not in self._flats_of:
             self._flats_of[key] = list(self._make(params))
         return self._flats_of[key]
 
-    def _make(self, params: Sequence[ParameterFacts]) -> Iterator[_Flat]:
+    def _make(self, params: Sequence[ParameterFacts]) -> Iterator[RowTraffic]:
         together: dict[object, list[int]] = {}
         for place, param in enumerate(params):
             kind = param.kind
@@ -73,16 +81,20 @@ class ZeroTraffic:
             for start, stop in self._chunks(kinds, self._axes.size(over)):
                 yield self._flat(places[start:stop], kinds[start:stop], over)
 
-    def _flat(self, places: Sequence[int], kinds: Sequence[ParameterKind], over: tuple[str, ...]) -> _Flat:
+    def _flat(self, places: Sequence[int], kinds: Sequence[ParameterKind], over: tuple[str, ...]) -> RowTraffic:
         ranks, name = self._axes.size(over), self._axes.name(over)
-        computed, _, reduced, _ = kinds[0].sharded
+        computed, gradient, reduced, _ = kinds[0].sharded
         size = sum(rows_per_rank(kind, ranks) * kind.row for kind in kinds)
         gather = Collective("all_gather", name, ranks, size * itemsize(computed), computed, over)
         reduction = None
         if kinds[0].is_trainable:  # a flag for each parameter travels with its gradient
             nbytes = ranks * (size + len(kinds)) * itemsize(reduced)
             reduction = Collective("reduce_scatter", name, ranks, nbytes, reduced, over)
-        return _Flat(tuple(places), gather, reduction)
+        elements = sum(kind.elements for kind in kinds)
+        width = itemsize(gradient) if kinds[0].is_trainable else 0
+        return RowTraffic(
+            tuple(places), gather, reduction, elements * itemsize(computed), elements * width, size * width
+        )
 
     def _chunks(self, kinds: Sequence[ParameterKind], ranks: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of parameters that travel together: all, or on CPU as many as fit a slot of shared memory."""

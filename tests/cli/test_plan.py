@@ -71,7 +71,8 @@ def estimates(file: str) -> list[PlanEstimate]:
     for overrides, bubble, parts, sizes in PLANS:
         config = load_config(file, overrides)
         weights, optimizer, activations, on_host = (size * 10**9 for size in sizes)
-        stored = StoredBytes(weights, 0, 0, 0, optimizer, 0, 0, on_host)
+        stored = StoredBytes(weights, optimizer, 0, 0, on_host)
+        kinds = dict(weights=weights, gradients=0, optimizer=optimizer)
         size, schedule = config.parallel.pipeline.size, config.schedule
         actions = make_schedule(schedule.type, size, schedule.microbatches)
         found.append(
@@ -83,7 +84,16 @@ def estimates(file: str) -> list[PlanEstimate]:
                 flops=1e15,
                 peak_flops=16e15,
                 memory=PlanMemory(
-                    tuple(RankMemory(at, (at,), 1, stored, activations // (1 + at)) for at in range(size))
+                    tuple(
+                        RankMemory(
+                            at,
+                            (at,),
+                            1,
+                            stored,
+                            {**kinds, "activations": activations // (1 + at), "on the host": -on_host},
+                        )
+                        for at in range(size)
+                    )
                 ),
                 axes={part[5:]: AxisCost(3e9, 2 * parts[part], parts[part]) for part in parts if part[:5] == "over "},
                 parts=parts,
@@ -104,7 +114,7 @@ def searched(config: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         result: SearchResult = asked["result"]
         return result
 
-    def check(config: Any, estimate: PlanEstimate) -> Any:
+    def check(config: Any, estimate: PlanEstimate, *, on_cpu: bool) -> Any:
         asked["checked"] = estimate.overrides
         return SimpleNamespace(render=lambda: "all of it", as_json=lambda: {"ranks": 3}, is_equal=asked["is_equal"])
 

@@ -46,7 +46,8 @@ class FakeSearch:
         ]
         found = [plan for plan in every if plan.config.parallel.pipeline.size == asked["keep"].get("pipeline", 1)]
         best = max(found, key=lambda p: (p.config.parallel.zero.stage, -p.config.schedule.microbatches))
-        memory = PlanMemory((RankMemory(0, (0,), 1, StoredBytes(24, 0, 0, 0, 0, 0, 0, 0), 1000),))
+        stored = StoredBytes(24, 0, 0, 0, 0)
+        memory = PlanMemory((RankMemory(0, (0,), 1, stored, dict(weights=24, activations=1000)),))
         estimate = PlanEstimate(best.config, best.overrides, 0.5, 4.0, None, None, memory, {}, {}, 0.0, [])
         fits = memory.fullest.total <= asked["memory"]
         return SearchResult([estimate] if fits else [], len(every), None if fits else estimate, 0.1)

@@ -35,8 +35,11 @@ EIGHT: dict[str, Case] = {
         dict(model=dict(num_layers=4), schedule=dict(type="zb-h1", microbatches=4)),
     ),
 }
-#: what c10d gathers is copied once more than what is read in shared memory, as between these real ranks
-PEAKS = {"1d_zero_3": 1.06, "zb_2d": 1.06, "2.5d": 1.07}
+#: toys whose messages weigh: the input of a collective of c10d stays until its end, and is none through shared memory
+PEAKS = {
+    "pipeline": 1.08, "pipeline_zero_1": 1.1, "1d_zero_3": 1.19, "2d": 1.08, "zb_2d": 1.08, "2.5d": 1.09,
+}  # fmt: skip
+LEAST = {"3d": 0.93}
 
 
 def _compare(world: int, cases: dict[str, Case]) -> None:
@@ -46,9 +49,8 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
     measured = measured_ranks(world, configs)
     problems = []
     for number, (name, steps) in enumerate(zip(cases, counted, strict=True)):
-        predicted = predict_memory(resolved[number]).ranks if name in PREDICTED else ()
-        of_zero_3 = resolved[number].parallel.zero.stage == 3
-        most = 1.4 if of_zero_3 else 1.1 if name in ("selective", "buffers") else 1.05
+        predicted = predict_memory(resolved[number], on_cpu=True).ranks if name in PREDICTED else ()
+        most = PEAKS.get(name, 1.05)
         for step in steps:
             real, where = measured[step.rank][number], f"{name}, rank {step.rank}"
             if step.moved != real.moved:
@@ -56,7 +58,7 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
             if step.stored != real.stored:
                 problems.append(f"{where}: {step.stored} without values, {real.stored} on real ranks")
             ratio = step.peak / real.peak
-            if not 0.95 <= ratio <= PEAKS.get(name, 1.05):
+            if not LEAST.get(name, 0.95) <= ratio <= most:
                 problems.append(f"{where}: peak {step.peak} without values, {real.peak} allocated, {ratio:.3f}")
             for memory in predicted[step.pipeline_rank :][:1]:
                 problems += [f"{where}: {problem}" for problem in _missed(memory, real, most)]
@@ -64,7 +66,7 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
 
 
 def _missed(memory: RankMemory, real: Measured, most: float) -> list[str]:
-    """Stored bytes to the byte, peaks within 5 %; of ZeRO-3 the prediction is a bound."""
+    """Stored bytes to the byte, peaks within 5 %."""
     stored, held = memory.stored, vars(real.stored)
     ours = {"weights": stored.weights, "gradients": stored.gradients_between, "optimizer": stored.optimizer}
     found = [f"{kind}: {ours[kind]} predicted, {held[kind]} held" for kind in ours if ours[kind] != held[kind]]

@@ -42,4 +42,4 @@ def test_facts_and_blocks_are_those_of_the_whole_model(
 
 def _numbers(block: BlockProfile) -> tuple[Any, ...]:
     traces = [(len(trace.events), trace.flops) for trace in (block.forward, block.backward)]
-    return *traces, block.saved, block.forward_peak, block.backward_peak, block.passed
+    return *traces, block.saved, block.forward_peak, block.levels, block.passed

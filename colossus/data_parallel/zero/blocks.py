@@ -12,7 +12,7 @@ from colossus.layers.checkpointing import has_forward
 from colossus.layers.pipeline_block import NamedBlock
 
 
-def _placed_parameters(model: nn.Module) -> list[PlacedParameter]:
+def placed_parameters(model: nn.Module) -> list[PlacedParameter]:
     """Return the parameters of a model that have rows, each once, with all of their places in modules."""
     places_of: dict[nn.Parameter, list[Place]] = {}
     for module in model.modules():
@@ -55,7 +55,7 @@ def by_block(
             block_of.setdefault(id(inner), set()).add(number)
     of_block: list[list[PlacedParameter]] = [[] for _ in modules]
     root: list[PlacedParameter] = []
-    for member in _placed_parameters(model):
+    for member in placed_parameters(model):
         if not takes(member.param):
             continue
         users = {number for module, _ in member.places for number in block_of.get(id(module), {-1})}

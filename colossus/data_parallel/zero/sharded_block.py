@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.comm import shared_memory
 from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending
-from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows
@@ -192,7 +192,7 @@ def _unrecorded() -> AbstractContextManager[object]:
 def _by_collective(
     members: Iterable[PlacedParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
 ) -> Iterator[tuple[AxisGroup, list[nn.Parameter], Dtypes]]:
-    """Yield parameters that travel together: of the same ranks and dtypes, on CPU what fits in a shared-memory slot."""
+    """Yield parameters that travel together: of the same ranks and dtypes, as many as fit in one message."""
     kinds: dict[tuple[AxisGroup, Dtypes, bool], list[nn.Parameter]] = {}
     for member in members:
         param = member.param
@@ -200,13 +200,14 @@ def _by_collective(
         kinds.setdefault((group_of(param), dtypes, param.requires_grad), []).append(param)
     for (group, dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
+        limit = shared_memory.message_limit(params[0].device)
         chunk: list[nn.Parameter] = []
         size = 0
         for param in params:
             # with the padding of each rank's last rows, and a flag
             padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
             nbytes = (param.numel() + group.size * (padding + 1)) * wide
-            if chunk and param.device.type == "cpu" and size + nbytes > SLOT_BYTES:
+            if chunk and limit is not None and size + nbytes > limit:
                 yield group, chunk, dtypes
                 chunk, size = [], 0
             chunk.append(param)

@@ -1,0 +1,276 @@
+"""The bytes that are alive on a pipeline rank while it runs the actions of a step, played block by block."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+from colossus.planner.layout_blocks import BlockProfile, Level
+from colossus.planner.rank_memory import StoredBytes
+from colossus.planner.rank_stages import RankStages
+from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
+from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE, Action
+
+#: the most reductions of ZeRO under way
+_MAX_REDUCTIONS = 2
+
+
+class MemoryPlay:
+    """The memory of a rank in a step: `run` plays the step and returns the bytes at its peak.
+
+    The play follows the engine: `colossus.data_parallel.zero.prefetch.BlockRuns` gathers a block while the one before
+    it runs, `colossus.data_parallel.zero.zero.Zero` has two reductions under way at most, and a gradient that is in a
+    bucket is nowhere else.
+
+    Args:
+        blocks: profiles of the model's blocks.
+        rank: stages of the rank.
+        traffic: collectives of its weights and gradients.
+        stored: bytes that it stores.
+        made: for each block, bytes of gradients that its backward makes and that stay until the last microbatch: all
+            but those of gathered weights.
+        moved: for each block, the part of ``made`` that goes into buckets in the last backward.
+        scope: scope of gathered weights (``parallel.tensor.weights``).
+        first_trained: first block that has a backward.
+        times: samples of a microbatch over those of the profiles; activations are scaled by it.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockProfile],
+        rank: RankStages,
+        traffic: StepTraffic,
+        stored: StoredBytes,
+        made: Sequence[int],
+        moved: Sequence[int],
+        *,
+        scope: str,
+        first_trained: int,
+        times: float = 1.0,
+    ) -> None:
+        self._blocks, self._rank, self._traffic, self._stored = blocks, rank, traffic, stored
+        self._made, self._moved, self._scope = made, moved, scope
+        self._first_trained, self._times = first_trained, times
+        self._gathers = {gather.block: gather for gather in traffic.gathers}
+        self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
+        self._last: defaultdict[tuple[int, int | None], list[Reduction]] = defaultdict(list)
+        for reduction in traffic.reductions:
+            if reduction.when == "each":
+                assert reduction.block is not None
+                self._each[reduction.block].append(reduction)
+            else:
+                self._last[reduction.stage, reduction.block].append(reduction)
+        self._last_use = {action.stage: action for action in rank.actions if action.kind in LAST_USE}
+        received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages]
+        #: in a pipeline, a value that arrives and one that leaves
+        self._messages = 2 * times * max(received) if len(rank.bounds) > 2 else 0.0
+        self._activations = self._gradients = self._buffers = self._sums = 0.0
+        self._gathered = float(traffic.whole)
+        #: forwards of each block that wait for their backward
+        self._awaited: Counter[int] = Counter()
+        self._whole: set[int] = set()
+        self._ahead: BlockGather | None = None
+        self._reducing: deque[Reduction] = deque()
+        self._summed: set[int] = set()
+        self._begun: set[int] = set()
+        self._peak = -1.0
+        self._kinds: dict[str, int] = {}
+
+    def run(self) -> dict[str, int]:
+        """Return the bytes by kind at the peak of the step.
+
+        The kinds are weights, gathered (weights beyond the stored ones), gradients, buffers (of buckets, gathers and
+        reductions), optimizer, activations (with messages between stages), update, and "on the host" (negative).
+        """
+        for action in self._rank.actions:
+            if action.kind == "forward":
+                self._forward(action.stage)
+            elif action.kind in INPUT_GRADIENT:
+                self._backward(action)
+            elif action.kind == "backward_weight":
+                self._backward_weight(action)
+            elif action.kind == "reduce":
+                if action.stage not in self._rank.starts_early:
+                    self._gradients -= sum(self._moved[number] for number in self._rank.blocks_of(action.stage))
+                for reduction in self._last[action.stage, None]:
+                    self._start(reduction)
+        self._finish()
+        return self._kinds
+
+    # -- actions ------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int) -> None:
+        numbers = self._rank.blocks_of(stage)
+        self._activations += self._times * self._received(stage)
+        for number in numbers:
+            if self._gather(number):
+                self._start_gather(other for other in numbers if other > number)
+            block = self._blocks[number]
+            self._touch(self._times * block.forward_peak)
+            self._activations += self._times * block.saved
+            if number >= self._first_trained:
+                self._awaited[number] += 1
+            if self._scope == "matmul":
+                self._release(number)
+        self._activations -= self._times * self._passed(stage)
+
+    def _backward(self, action: Action) -> None:
+        """Play a backward, or the dgrad of one whose wgrad comes later."""
+        stage, is_split = action.stage, action.kind == "backward_input"
+        numbers = [number for number in reversed(self._rank.blocks_of(stage)) if number >= self._first_trained]
+        skipped = [number for number in self._rank.blocks_of(stage) if number < self._first_trained]
+        self._activations += self._times * self._passed(stage)
+        before: int | None = None
+        for number in numbers:
+            is_new = self._gather(number)
+            self._touch()
+            if before is not None:
+                self._leave(before, reduces=not is_split)
+            if is_new:
+                self._start_gather(other for other in numbers if other < number)
+            block = self._blocks[number]
+            self._make(number, block.levels, action, adds=not is_split)
+            self._activations -= self._times * block.saved
+            if is_split:
+                self._activations += self._times * (block.saved if block.deferred is None else block.deferred)
+            before = number
+        if before is not None:
+            self._leave(before, reduces=not is_split)
+        self._activations -= self._times * (
+            self._received(stage) + sum(self._blocks[number].saved for number in skipped)
+        )
+        if not is_split:
+            self._begun.add(stage)
+
+    def _backward_weight(self, action: Action) -> None:
+        numbers = [number for number in reversed(self._rank.blocks_of(action.stage)) if number >= self._first_trained]
+        for number in numbers:
+            block = self._blocks[number]
+            self._make(number, block.wgrad_levels, action, adds=True)
+            self._activations -= self._times * (block.saved if block.deferred is None else block.deferred)
+        for number in numbers:
+            for reduction in self._each[number]:
+                self._start(reduction)
+        self._begun.add(action.stage)
+
+    def _make(self, number: int, levels: Sequence[Level], action: Action, *, adds: bool) -> None:
+        """Play a backward of a block, which makes gradients.
+
+        Args:
+            number: number of the block.
+            levels: bytes that are alive while it runs.
+            action: the action.
+            adds: whether the block's gradients are complete behind it.
+        """
+        is_first = action.stage not in self._begun
+        is_last = self._last_use[action.stage] == action
+        gather = self._gathers.get(number)
+        reduced = 0 if gather is None else gather.gradients
+        moved = self._moved[number] if is_last and action.stage in self._rank.starts_early else 0
+        #: later microbatches add to the gradients that stay
+        new = reduced + (self._made[number] - moved if is_first else 0)
+        for activations, gradients in levels:
+            self._touch(self._times * activations + min(gradients, new))
+        if adds:
+            self._gradients += reduced + (self._made[number] if is_first else 0) - moved
+            for reduction in self._last[action.stage, number] if is_last else ():
+                self._start(reduction)
+
+    # -- weights ------------------------------------------------------------------------------------------
+
+    def _gather(self, number: int) -> bool:
+        """Make the weights of a block whole, and return whether that needed a gather."""
+        gather = self._gathers.get(number)
+        if gather is None or number in self._whole:
+            return False
+        if self._ahead is not gather:
+            self._drop_ahead()
+            self._buffers += gather.buffers
+        self._ahead = None
+        self._gathered += gather.whole
+        self._touch()
+        self._buffers -= gather.buffers
+        self._whole.add(number)
+        return True
+
+    def _start_gather(self, following: Iterable[int]) -> None:
+        """Start the gather of the first of these blocks that has one."""
+        number = next((number for number in following if number in self._gathers), None)
+        gather = None if number is None else self._gathers[number]
+        if gather is not None and number not in self._whole:
+            self._ahead = gather
+            self._buffers += gather.buffers
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._buffers -= self._ahead.buffers
+        self._ahead = None
+
+    def _release(self, number: int) -> None:
+        if number in self._whole:
+            self._whole.discard(number)
+            self._gathered -= self._gathers[number].whole
+
+    def _leave(self, number: int, *, reduces: bool) -> None:
+        """End the backward of a block: reduce its gradients, and free its weights."""
+        for reduction in self._each[number] if reduces else ():
+            self._start(reduction)
+        self._awaited[number] -= 1
+        if self._scope == "matmul" or not self._awaited[number]:
+            self._release(number)
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def _start(self, reduction: Reduction) -> None:
+        if len(self._reducing) == _MAX_REDUCTIONS:
+            self._wait(self._reducing.popleft())
+        self._buffers += reduction.buffers
+        self._touch()
+        self._gradients -= reduction.freed
+        if reduction.buffers:
+            self._reducing.append(reduction)
+
+    def _wait(self, reduction: Reduction) -> None:
+        if id(reduction) not in self._summed:
+            self._summed.add(id(reduction))
+            self._sums += reduction.sums
+        self._buffers -= reduction.buffers
+
+    def _finish(self) -> None:
+        """Play what follows the last action: whole weights are freed, reductions end, the optimizer steps."""
+        self._drop_ahead()
+        self._gathered = self._activations = self._messages = 0.0
+        self._touch()
+        self._buffers = self._sums = 0.0
+        self._gradients = float(self._stored.gradients_between)
+        self._touch(update=self._stored.update)
+
+    # -- bytes --------------------------------------------------------------------------------------------
+
+    def _received(self, stage: int) -> int:
+        """Return the bytes of a stage's input from the stage before."""
+        return self._blocks[self._rank.bounds[stage] - 1].passed if stage else 0
+
+    def _passed(self, stage: int) -> int:
+        """Return the bytes of a stage's output to the next stage."""
+        is_last = stage == len(self._rank.bounds) - 2
+        return 0 if is_last else self._blocks[self._rank.bounds[stage + 1] - 1].passed
+
+    def _touch(self, activations: float = 0.0, *, update: float = 0.0) -> None:
+        """Record the living bytes, with more of activations or of the update, if they are the most so far."""
+        stored = self._stored
+        activations += self._activations + self._messages
+        moving = self._gathered + self._gradients + self._sums + self._buffers + activations + update
+        if moving <= self._peak:
+            return
+        self._peak = moving
+        self._kinds = {
+            "weights": stored.weights,
+            "gathered": round(self._gathered),
+            "gradients": round(self._gradients + self._sums),
+            "buffers": round(self._buffers + self._traffic.buckets),
+            "optimizer": stored.optimizer,
+            "activations": round(activations),
+            "update": round(update),
+            "on the host": -stored.on_host,
+        }
