@@ -22,7 +22,6 @@ from colossus.planner.plan_stages import layout_config, layout_key, splits_backw
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.step_timeline import RankTimeline, play_step
 from colossus.planner.time_split import split_by_time
-from colossus.planner.trace import AttentionCall, Product, Trace
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
 from colossus.schedule.simulate import Simulation, Span
@@ -141,7 +140,7 @@ class Estimator:
         schedule = type(config.schedule)()
         one_sample = config.model_copy(update={"parallel": alone, "train": train, "schedule": schedule})
         blocks = self.profile(one_sample).blocks
-        return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
+        return sum(trace.model_flops for block in blocks for trace in (block.forward, block.backward))
 
     def player(self, config: Config, times: float = 1.0) -> TracePlayer:
         """Return the player of traces for the ranks of a config.
@@ -173,17 +172,6 @@ def _with_microbatches(config: Config, number: int) -> Config:
     train = config.train.model_copy(update={"global_batch_size": batch, "batch_ramp": None})
     schedule = config.schedule.model_copy(update={"microbatches": number})
     return config.model_copy(update={"train": train, "schedule": schedule})
-
-
-def _counted_flops(trace: Trace) -> float:
-    """Return the FLOPs of a trace; attention counts as products of whole squares, two forward and four backward."""
-    out = 0.0
-    for event in trace.events:
-        if isinstance(event, Product):
-            out += event.flops
-        elif isinstance(event, AttentionCall):
-            out += 4.0 * (2 if event.backward else 1) * event.heads * event.queries * event.keys * event.head_dim
-    return out
 
 
 # -- a step ---------------------------------------------------------------------------------------------------

@@ -94,3 +94,14 @@ class Trace:
     def flops(self) -> float:
         """Return the FLOPs of products and attention, without recomputation."""
         return sum(event.flops for event in self.events if isinstance(event, Product | AttentionCall))
+
+    @property
+    def model_flops(self) -> float:
+        """Return the FLOPs as MFU counts them: attention as products of whole squares, two forward, four backward."""
+        out = 0.0
+        for event in self.events:
+            if isinstance(event, Product):
+                out += event.flops
+            elif isinstance(event, AttentionCall):
+                out += 4.0 * (2 if event.backward else 1) * event.heads * event.queries * event.keys * event.head_dim
+        return out
