@@ -27,8 +27,8 @@ from colossus.engine.engine import Engine
 from colossus.planner.engine_bytes import EngineBytes
 from colossus.planner.fake_engine import fake_engines
 from colossus.planner.fake_rank import fake_world
-from colossus.planner.layout_profile import repeated, sample_of
 from colossus.planner.memory import COUNTED_STRATEGIES
+from colossus.planner.sample_batch import repeated, sample_of
 from colossus.planner.stage_values import stage_values
 from colossus.random import GLOBAL_RNG
 from colossus.schedule.transport import ValueSpec, batch_signature

@@ -22,8 +22,7 @@ from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, map_batch
-from colossus.data.make_loaders import loaders_of
+from colossus.data.batch import map_batch
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import ForwardCall, Inputs, model_input
 from colossus.engine.loss_function import loss_of
@@ -41,6 +40,7 @@ from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tenso
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile, Level
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
+from colossus.planner.sample_batch import counted_of, repeated, sample_of
 from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
@@ -87,20 +87,6 @@ def profile_layout(
         add_place(error)
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         raise ConfigError(f"{name_of(config.model.type)} raises {words}", config.source) from error
-
-
-def sample_of(config: Config) -> Any:
-    """Return a batch of one sample of the config's data; only its shapes and dtypes count."""
-    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
-    one_sample = config.model_copy(update={"train": train})
-    batch = next(iter(loaders_of(one_sample, config.data, data_rank=0, data_size=1, device="cpu").train))
-    size = batch_size_of(batch)
-    return map_batch(lambda x: x[:1] if x.dim() and len(x) == size else x, batch)
-
-
-def repeated(sample: Any, size: int) -> Any:
-    """Return a batch of ``size`` copies of a sample."""
-    return map_batch(lambda x: x.expand(size, *x.shape[1:]) if x.dim() and len(x) == 1 else x, sample)
 
 
 def _profile(
@@ -163,17 +149,6 @@ def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Seq
                 axes = spec_of(params[other]).gradient_axes
                 if axes is not None:
                     spec_of(params[name]).record(axes)
-
-
-def counted_of(batch: Any) -> int:
-    """Return the number that the loss counts for a sample: the integer labels in the batch, or 1.
-
-    The labels are the entry ``labels`` or else the last tensor.
-    """
-    labels = batch["labels"] if isinstance(batch, dict) and "labels" in batch else None
-    if labels is None:
-        labels = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()][-1]
-    return 1 if labels.is_floating_point() else labels[0].numel()
 
 
 @dataclass
