@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers.hf_folders import GPT2, make_folder
+from helpers.quick_measure import shorten
 from helpers.tokenizer import VOCABULARY, make_tokenizer
 from helpers.verified import launch_forked
 
@@ -120,6 +121,7 @@ def test_a_command_of_the_pages_runs(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(network, "LARGE_BYTES", 1 << 20)
+    shorten(monkeypatch)
     monkeypatch.setattr(verify, "_launch", launch_forked)
     words = shlex.split(line)[1:]
     code = main([*words, *SHORTER.get(words[0], [])])

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.quick_measure import shorten
 
 from colossus.cli.main import main
-from colossus.doctor import device_timing, measure
+from colossus.doctor import measure
 from colossus.doctor.device_timing import OPERATORS, operands
 from colossus.doctor.rank_timing import group_sizes
-from colossus.doctor.timing_sizes import Sizes
 from colossus.hardware.hardware import OPERATIONS
 from colossus.hardware.measured import load_measured
-
-SMALL = Sizes(("fp32",), (8, 16, 24), 1, 8, (8, 16), 1 << 13, 1 << 13, 1 << 16, (1 << 10, 1 << 12), 0.0)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ON_CPU", SMALL)
-    monkeypatch.setattr(device_timing, "CASE_SECONDS", 1e-4)
+    shorten(monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")
@@ -48,6 +45,15 @@ def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(rf"\n24 +{2 * 24**3 / file.matmul['fp32'].seconds[2][0] / 1e9:.1f}\n", out)
     assert "\n3 ranks, by the bytes of the whole tensor\n" in out
     assert out.endswith(f"written to {path}\n")
+
+
+@pytest.mark.long
+def test_all_sizes_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    assert main(["doctor", "--measure", str(path)]) == 0
+    file = load_measured(path).file
+    assert {table.operation for table in file.collectives} == {*OPERATIONS}
+    assert all(tuple(table.bytes)[-1] >= max(measure.ON_CPU.messages) // 2 for table in file.collectives)
 
 
 @pytest.mark.usefixtures("quick")

@@ -2,6 +2,9 @@
 
 Each is run as its system runs it, with the variables that this sets, on nodes that are all this machine. The
 manifests were once read by the models of kubeflow-trainer-api 2.3.0, which know the keys of JobSet and of TrainJob.
+
+By default `colossus` on their PATH writes down its words and variables, with which a forked launcher is started then;
+with ``-m long`` it is the command itself.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.launching import ROOT, TINY, environment, rows_of
+from helpers.forked import ForkedPython
+from helpers.launching import ROOT, TINY, environment, finish, rows_of
 from helpers.ports import free_port
 
 FILES = ROOT / "examples" / "clusters"
@@ -76,6 +80,31 @@ def commands(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    """Return the folder in which `colossus` on the PATH writes down how it is called."""
+    (tmp_path / "bin").mkdir()
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    lines = f'printf "%s\\0" "$@" > "{folder}/$$.words"', f'env -0 > "{folder}/$$.variables"'
+    _command(tmp_path / "bin" / "colossus", "\n".join(("#!/usr/bin/env bash", *lines, "")))
+    return folder
+
+
+def _launch_called(calls: Path, cwd: Path, number: int) -> list[str]:
+    """Start what was called, all at once, and return what each has printed."""
+    launchers = []
+    for file in calls.glob("*.words"):
+        words = file.read_text().split("\0")[:-1]
+        pairs = (pair.partition("=") for pair in file.with_suffix(".variables").read_text().split("\0") if pair)
+        env = {name: value for name, _, value in pairs}
+        launchers.append(ForkedPython([sys.executable, "-m", "colossus", *words], env=env, cwd=cwd, pipes=True))
+    assert len(launchers) == number
+    ended = [finish(launcher) for launcher in launchers]
+    assert all(code == 0 for code, _, _ in ended), ended
+    return [out for _, out, _ in ended]
+
+
 def _command(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)
@@ -115,18 +144,28 @@ def _words(container: dict[str, Any], folder: Path, **replaced: str) -> list[str
 # -- SLURM ------------------------------------------------------------------------------------------------------
 
 
-def test_slurm_trains_and_asks_for_another_try(tmp_path: Path, commands: Path) -> None:
-    _command(commands / "srun", SRUN)
-    _command(commands / "scontrol", '#!/usr/bin/env bash\necho "scontrol $*"\n')
-    script = str(FILES / "slurm.sh")
-    job = dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1", SLURM_CPUS_PER_TASK="1")
-    job |= dict(SLURM_JOB_NODELIST="localhost", MASTER_PORT=str(free_port()), ENVIRONMENT="BATCH")
-    (out,) = _finish(_start(tmp_path, "bash", script, str(TINY), *SHORT, **job))
+JOB = dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1", SLURM_CPUS_PER_TASK="1")
+
+
+@pytest.mark.parametrize("folder", ["calls", pytest.param("commands", marks=pytest.mark.long)])
+def test_slurm_trains(folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    called: Path = request.getfixturevalue(folder)
+    _command(tmp_path / "bin" / "srun", SRUN)
+    _command(tmp_path / "bin" / "scontrol", '#!/usr/bin/env bash\necho "scontrol $*"\n')
+    job = dict(SLURM_JOB_NODELIST="localhost", MASTER_PORT=str(free_port()), ENVIRONMENT="BATCH")
+    (out,) = _finish(_start(tmp_path, "bash", str(FILES / "slurm.sh"), str(TINY), *SHORT, **JOB, **job))
     assert "scontrol" not in out
+    if folder == "calls":
+        _launch_called(called, tmp_path, 2)
     assert [row["step"] for row in rows_of(tmp_path / "runs" / "pretrain-77")] == [1, 2]
+
+
+def test_slurm_asks_for_another_try(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    _command(tmp_path / "bin" / "scontrol", '#!/usr/bin/env bash\necho "scontrol $*"\n')
     for code, is_requeued in ((143, True), (1, True), (2, False)):
-        _command(commands / "srun", f"#!/usr/bin/env bash\nexit {code}\n")
-        process = _start(tmp_path, "bash", script, str(TINY), **job)
+        _command(tmp_path / "bin" / "srun", f"#!/usr/bin/env bash\nexit {code}\n")
+        process = _start(tmp_path, "bash", str(FILES / "slurm.sh"), str(TINY), **JOB)
         out, _ = process.communicate()
         assert process.returncode == code
         assert (out == "scontrol requeue 77\n") == is_requeued
@@ -173,10 +212,12 @@ def test_the_jobset_is_one_job_whose_pods_meet() -> None:
 
 
 @pytest.mark.parametrize("is_dry", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_pods_of_the_jobset_train(is_dry: bool, tmp_path: Path, commands: Path) -> None:
+def test_the_pods_of_the_jobset_train(is_dry: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("calls" if is_dry else "commands")
     words = _words(_container("jobset.yaml"), tmp_path, nproc="1", rdzv_endpoint=f"localhost:{free_port()}")
     if is_dry:
-        (out,) = _finish(_start(tmp_path, *words, "--dry-run"))
+        _finish(_start(tmp_path, *words, "--dry-run"))
+        (out,) = _launch_called(folder, tmp_path, 1)
         assert "processes   1 on each of 2 nodes" in out
         return
     _finish(_start(tmp_path, *words), _start(tmp_path, *words))
@@ -201,7 +242,8 @@ def test_the_nodes_of_the_trainjob_train(tmp_path: Path, commands: Path) -> None
 
 
 @pytest.mark.parametrize("is_dry", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_machines_of_skypilot_train(is_dry: bool, tmp_path: Path, commands: Path) -> None:
+def test_the_machines_of_skypilot_train(is_dry: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("calls" if is_dry else "commands")
     task = yaml.safe_load((FILES / "sky.yaml").read_text())
     assert task.keys() == {"name", "workdir", "num_nodes", "resources", "envs", "volumes", "setup", "run"}
     assert list(task["volumes"]) == ["/runs"]
@@ -209,15 +251,17 @@ def test_the_machines_of_skypilot_train(is_dry: bool, tmp_path: Path, commands: 
     script = script.replace("checkpoint.every=500", " ".join(SHORT) + (" --dry-run" if is_dry else ""))
     machine = dict(SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2", SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="1")
     machine |= dict(CONFIG=str(TINY), HOME=str(tmp_path))
-    outs = _finish(*(_start(tmp_path, "bash", "-euc", script, **machine) for _ in range(1 if is_dry else 2)))
+    _finish(*(_start(tmp_path, "bash", "-euc", script, **machine) for _ in range(1 if is_dry else 2)))
     if is_dry:
-        assert "processes   1 on each of 2 nodes" in outs[0]
+        (out,) = _launch_called(folder, tmp_path, 1)
+        assert "processes   1 on each of 2 nodes" in out
     else:
         assert [row["step"] for row in rows_of(tmp_path / "runs" / "pretrain")] == [1, 2]
 
 
 @pytest.mark.parametrize("is_dry", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_tasks_of_ray_train(is_dry: bool, tmp_path: Path, commands: Path) -> None:
+def test_the_tasks_of_ray_train(is_dry: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("calls" if is_dry else "commands")
     (tmp_path / "ray" / "util").mkdir(parents=True)
     for name, text in {
         "__init__": RAY,
@@ -227,9 +271,10 @@ def test_the_tasks_of_ray_train(is_dry: bool, tmp_path: Path, commands: Path) ->
         (tmp_path / "ray" / f"{name}.py").write_text(text)
     words = [sys.executable, str(FILES / "ray_job.py"), str(TINY), "--gpus", "0", "--port", str(free_port())]
     words += [*SHORT, "--run-dir", "run", *(["--dry-run"] if is_dry else [])]
-    (out,) = _finish(_start(tmp_path, *words, PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    _finish(_start(tmp_path, *words, PYTHONPATH=f"{tmp_path}:{ROOT}"))
     if is_dry:
-        assert out.count("processes   1 on each of 2 nodes") == 2
+        outs = _launch_called(folder, tmp_path, 2)
+        assert all("processes   1 on each of 2 nodes" in out for out in outs)
     else:
         assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
 
