@@ -13,10 +13,10 @@ MEANINGS = {
     "weights": "parameters and buffers as they are stored",
     "gathered": "whole parameters beside the stored shards, while a block runs (ZeRO)",
     "gradients": "until they are reduced",
-    "buffers": "buckets of gradients, and buffers of gathered parameters",
+    "buffers": "buckets of gradients, and buffers of gathers and reductions (ZeRO)",
     "optimizer": "its state",
     "activations": "saved for backward, and temporaries of the largest forward or backward",
-    "update": "needed by reductions after the last backward, or by the optimizer, beyond activations",
+    "update": "needed by the optimizer's step",
     "on the host": "offloaded by parallel.zero.offload",
 }
 

@@ -105,3 +105,12 @@ def representatives(config: Config, devices: int, layout: ModelLayout) -> list[C
         if experts_fit(data, layout.sequence.size, layout.expert):
             configs.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": train_section}))
     return configs
+
+
+def fully_sharded(config: Config) -> Config:
+    """Return the plan with ZeRO 3 over all data ranks, if it has several: none of its size needs less."""
+    parallel = config.parallel
+    if (parallel.data or 1) * parallel.sequence.size == 1:
+        return config
+    zero = parallel.zero.model_copy(update={"stage": 3, "shard": None})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"zero": zero})})

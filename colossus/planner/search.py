@@ -24,9 +24,9 @@ from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
-from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed, representatives
+from colossus.planner.layout_order import first_of_each_kind, fully_sharded, neighbours, recomputed, representatives
 from colossus.planner.lower_bounds import LowerBounds
-from colossus.planner.model_layouts import ModelLayout, layouts
+from colossus.planner.model_layouts import SCOPES, ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, are_alike
 from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
 from colossus.planner.search_result import SearchResult
@@ -131,6 +131,7 @@ class _Search:
         nearest = None
         if not estimates and not stopped:
             self._score_smallest()
+            estimates = self._estimates()
         if not estimates and self._nearest is not None and not stopped:
             nearest = self._estimator.estimate(self._nearest[1].config, self._nearest[1].overrides)
         progress("")
@@ -168,10 +169,10 @@ class _Search:
         """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
         if layout not in self._likely_of:
             rough = representatives(self._config, self._devices, layout)
-            fitting = [config for config in rough if self._bounds.memory(config) <= self._memory]
+            least = [self._bounds.memory(fully_sharded(config)) for config in rough]
+            fitting = [config for config, size in zip(rough, least, strict=True) if size <= self._memory]
             self._likely_of[layout] = min(map(self._bounds.likely, fitting), default=0.0 if not rough else float("inf"))
-            number = len(self._likely_of)
-            self._least_memory += [(self._bounds.memory(config), number, layout) for config in rough[-1:]]
+            self._least_memory += [(min(least), len(self._likely_of), layout)] if least else []
         return self._likely_of[layout]
 
     def _node(self, layout: ModelLayout) -> _Node | None:
@@ -190,12 +191,17 @@ class _Search:
             self._nearest = needed, candidate
 
     def _score_smallest(self) -> None:
-        """Score the smallest plans, although the lower bounds rule them out, to tell how much they need."""
+        """Score the smallest plans of the layouts that may need least, to find one that fits or how much is missing."""
         for _, _, layout in heapq.nsmallest(_SMALLEST, self._least_memory):
             candidates = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-            candidates.sort(key=lambda candidate: self._bounds.memory(candidate.config))
-            for candidate in candidates[:_SMALLEST]:
-                self._first_that_fit(_Node(layout, [(0.0, 0, candidate)]), [candidate])
+            candidates.sort(key=self._size_of, reverse=True)
+            for candidate in candidates[-_SMALLEST:]:
+                self._nodes.append(_Node(layout, [(0.0, 0, candidate)]))
+                self._score_one(self._nodes[-1], candidate)
+
+    def _size_of(self, candidate: Candidate) -> tuple[float, int]:
+        """Return a key of a plan's memory: the lower bound, and how long gathered weights stay."""
+        return self._bounds.memory(candidate.config), SCOPES.index(candidate.config.parallel.tensor.weights)
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -211,7 +217,7 @@ class _Search:
         for _, _, candidate in node.candidates:
             groups.setdefault(candidate.all_but_zero, []).append(candidate)
         for group in groups.values():
-            group.sort(key=lambda candidate: -self._bounds.memory(candidate.config))
+            group.sort(key=self._size_of, reverse=True)
         first = node.profiled
         try:
             profile = self._estimator.profile(first.config, split_backward=False)
@@ -296,11 +302,10 @@ class _Search:
             except ConfigError as error:
                 self._refusals.append(error)
                 continue
-            if estimate.memory.fullest.total <= self._memory:
-                if all(not are_alike(estimate, other) for other in estimates):
-                    estimates.append(estimate)
-            else:
+            if estimate.memory.fullest.total > self._memory:
                 self._record_too_large(estimate.memory.fullest.total, candidate)
+            elif not any(are_alike(estimate, other) for other in estimates):
+                estimates.append(estimate)
         return sorted(estimates, key=lambda plan: plan.seconds)
 
     def _no_plan_error(self) -> ConfigError:

@@ -11,6 +11,7 @@ from helpers.laws import assert_parity
 from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import batch_of, config_of, run_plan, shared_run
+from helpers.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from torch import Tensor, nn
 
 import colossus
@@ -19,7 +20,6 @@ from colossus.comm import accounting
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
-from colossus.data_parallel.zero.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import local_shape
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.real_sizes import LLAMA_70B, run_of
 
 from colossus.config import Config, load_config
 from colossus.hardware.data_sheets import FromDataSheet
@@ -86,12 +87,28 @@ def test_a_score_is_near_the_estimate(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
 def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
+    """It looks at some layouts only. With the memory of the best plan, and with that of the smallest."""
     config = _config(train=dict(global_batch_size=8))
-    found = search(config, hardware, devices=4)
-    estimator, best = Estimator(hardware), float("inf")
-    for layout in layouts(config, 4):
-        for candidate in plans(config, 4, layout):
-            best = min(best, estimator.estimate(candidate.config).seconds)
-    assert found.plans[0].seconds <= 1.1 * best  # it looks at some layouts only
-    again = search(config, hardware, devices=4, top=1)
+    estimator = Estimator(hardware)
+    every = [
+        estimator.estimate(candidate.config) for layout in layouts(config, 4) for candidate in plans(config, 4, layout)
+    ]
+    smallest = min(plan.memory.fullest.total for plan in every)
+    for memory in (hardware.memory_bytes, 1.5 * smallest, 1.1 * smallest, smallest):
+        best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
+        found = search(config, hardware, devices=4, memory=memory)
+        assert found.plans[0].seconds <= 1.1 * best, memory / smallest
+        assert all(plan.memory.fullest.total <= memory for plan in found.plans)
+    again = search(config, hardware, devices=4, memory=smallest, top=1)
     assert again.plans[0].overrides == found.plans[0].overrides
+
+
+def test_the_plan_that_most_people_run_is_found() -> None:
+    """Llama 3 70B on 64 devices of 80 GB: weights that stay for a step do not fit, those of two blocks do."""
+    config = load_config(run_of(LLAMA_70B, layers=80, data=64, zero=3))
+    alone = dict(tensor=1, sequence=1, pipeline=1)
+    found = search(config, FromDataSheet("h100"), devices=64, hosts=8, memory=80e9, keep=alone)
+    parallel = found.plans[0].config.parallel
+    assert (parallel.data, parallel.zero.stage, parallel.tensor.weights) == (64, 3, "matmul")
+    assert found.plans[0].config.train.activation_checkpoint.type == "full"
+    assert 44e9 < found.plans[0].memory.fullest.total < 46e9
