@@ -87,14 +87,14 @@ def test_a_score_is_near_the_estimate(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
 def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
-    """It looks at some layouts only. With the memory of the best plan, and with that of the smallest."""
+    """It looks at some layouts only. With all memory, and with that of the smallest plan alone."""
     config = _config(train=dict(global_batch_size=8))
     estimator = Estimator(hardware)
     every = [
         estimator.estimate(candidate.config) for layout in layouts(config, 4) for candidate in plans(config, 4, layout)
     ]
     smallest = min(plan.memory.fullest.total for plan in every)
-    for memory in (hardware.memory_bytes, 1.5 * smallest, 1.1 * smallest, smallest):
+    for memory in (hardware.memory_bytes, smallest):
         best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
         found = search(config, hardware, devices=4, memory=memory)
         assert found.plans[0].seconds <= 1.1 * best, memory / smallest
