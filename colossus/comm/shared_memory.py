@@ -28,6 +28,8 @@ from colossus.context.groups import AxisGroup
 from colossus.machine import memory_bytes
 
 SLOT_BYTES = 8 << 20
+#: the size up to which small tensors are joined into one message on a CPU
+_MESSAGE_BYTES = SLOT_BYTES
 _MIN_SEGMENT_BYTES = 64 << 10
 _PAGE = 4096
 _MAX_RANKS = 255
@@ -67,7 +69,7 @@ def mapped_storages() -> set[int]:
 
 def message_limit(device: torch.device) -> int | None:
     """Return the most bytes of one message that many small tensors share: on a CPU it fits a slot. None: any size."""
-    return SLOT_BYTES if device.type == "cpu" else None
+    return _MESSAGE_BYTES if device.type == "cpu" else None
 
 
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
