@@ -22,6 +22,7 @@ from colossus.cli.plan_table import Question, nothing_fits, render_table
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import resolve_sizes, world_size
+from colossus.config.schema import Parallel
 from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_required
@@ -198,11 +199,14 @@ def _question(arguments: argparse.Namespace) -> Question:
         arguments.memory = arguments.memory or (auto.memory and parse_bytes(auto.memory))
         return opened
 
-    config = load_config(arguments.file, arguments.overrides, choose=leave_open)
+    words = [word for word in arguments.keep if not _is_override(word)]
+    overrides = [*arguments.overrides, *(word for word in arguments.keep if _is_override(word))]
+    config = load_config(arguments.file, overrides, choose=leave_open)
     check_required(config)
-    sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
-    words = [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
-    keep = fixed | apply_overrides({}, words)
+    sections = {word: word.partition("=")[0].partition(".")[0] for word in words}
+    keep = fixed | apply_overrides(
+        {}, [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
+    )
     FixedKeys.of(config, keep)  # raises for a wrong key before the hardware is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:
@@ -212,7 +216,15 @@ def _question(arguments: argparse.Namespace) -> Question:
         )
     hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
     hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
-    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory, keep)
+    return Question(arguments.file, tuple(overrides), config, hardware, devices, hosts, memory, keep)
+
+
+def _is_override(word: str) -> bool:
+    """Return whether a word behind ``--keep`` sets a key that is no part of a plan: ``model.num_layers=2``."""
+    section, _, key = word.partition("=")[0].partition(".")
+    if section == "train":
+        return not key.startswith("activation_checkpoint")
+    return section in Config.model_fields and section not in (*SECTIONS, *Parallel.model_fields)
 
 
 def _without_unfit_plan(config: Config) -> Config:

@@ -14,6 +14,7 @@ from colossus.compare.printed_rows import seconds_text
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, name_of
 from colossus.hardware.hardware import Hardware
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.search_result import SearchResult
 
@@ -164,9 +165,21 @@ def nothing_fits(question: Question, result: SearchResult, width: int) -> Config
     return ConfigError(
         f"{result.nothing_fits(question.devices, question.memory)}:\n"
         f"{words}\n{textwrap.indent(kind_table(nearest.memory.fullest), '    ')}\n"
-        f"  use more --devices, more --memory, a smaller batch or a smaller model",
+        f"  {_ways_out(question, nearest)}",
         question.config.source,
     )
+
+
+def _ways_out(question: Question, nearest: PlanEstimate) -> str:
+    """Say in which order to change what the search may not."""
+    ways = []
+    if question.keep:
+        names = sorted(FixedKeys.of(question.config, question.keep).keys)
+        ways.append(f"leave open what is kept ({', '.join(names)})")
+    zero = nearest.config.parallel.zero
+    if zero.stage and not zero.offload:
+        ways.append("store the optimizer on the host (parallel.zero.offload=True)")
+    return "in this order: " + "; ".join([*ways, "use more --devices, devices of more --memory, or a smaller model"])
 
 
 def _percent(share: float) -> str:

@@ -128,6 +128,16 @@ def line(config: str, *more: str) -> list[str]:
     return ["plan", config, "--devices", "16", "--hardware", "h100", *more]
 
 
+def test_a_key_that_is_no_part_of_a_plan_may_follow_those_to_keep(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = ["--keep", "pipeline=4", "train.activation_checkpoint=none", "model.num_layers=4", "train.precision=fp32"]
+    assert main(line(config, *keep)) == 0
+    assert searched["keep"] == {"parallel": {"pipeline": 4}, "train": {"activation_checkpoint": "none"}}
+    (run,) = (words for words in capsys.readouterr().out.split("\n\n") if "colossus launch" in words)
+    assert {"model.num_layers=4", "train.precision=fp32"} <= set(run.split())
+
+
 def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     words = line(
         config, "model.num_layers=4", "train.precision=fp32", "--keep", "pipeline=4", "schedule.microbatches=8"
@@ -252,8 +262,9 @@ def test_where_nothing_fits_the_nearest_is_told(
     config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     searched["result"] = SearchResult([], 99, estimates(config)[1], 0.1)
-    assert main(line(config, "--memory", "60GB")) == 2
+    assert main(line(config, "--memory", "60GB", "--keep", "data=2")) == 2
     err = capsys.readouterr().err
+    assert "in this order: leave open what is kept (parallel.data); use more --devices, devices of more" in err
     assert (
         "no plan for 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB too" in err
     )

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "cat of heads": (lambda m, h: torch.cat([split(h), split(h)], 1), "cat concatenates along dim 1"),
     "a scale of some heads": (
         lambda m, h: split(h) * torch.ones(2, 1, 1),
-        "mul lets dim 0 of a plain tensor of shape",
+        "mul combines dim 0 of a plain tensor of shape",
     ),
     "a layer": (lambda m, h: m.down(split(h)), "merge_heads"),
     "to_whole": (lambda m, h: layers.to_whole(split(h)), "dim 1 over tensor.*merge_heads"),

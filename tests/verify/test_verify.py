@@ -367,7 +367,7 @@ def test_a_block_that_depends_on_the_microbatch_is_named(verify: Verify, plan: l
 
 USAGE = [
     (["parallel.tensor=5"], "model.ffn_hidden_size = 24 is not a multiple of parallel.tensor.size = 5; nearest: "),
-    (["--nproc", "3", "parallel.data=2"], "data 2 = 2, but 3 processes"),
+    (["--nproc", "3", "parallel.data=2"], "data 2, but 3 processes"),
     (["data=None"], "data: the file sets none, and verify needs one"),
     (["--tolerance", "0"], "argument --tolerance: must be a number above zero"),
 ]
