@@ -28,8 +28,8 @@ from colossus.context.groups import AxisGroup
 from colossus.machine import memory_bytes
 
 SLOT_BYTES = 8 << 20
-#: the size up to which small tensors are joined into one message on a CPU
-_MESSAGE_BYTES = SLOT_BYTES
+#: the most bytes of a flat tensor in which many small ones travel between CPUs: it fits a slot
+_FLAT_BYTES = SLOT_BYTES
 _MIN_SEGMENT_BYTES = 64 << 10
 _PAGE = 4096
 _MAX_RANKS = 255
@@ -67,9 +67,9 @@ def mapped_storages() -> set[int]:
     return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
-def message_limit(device: torch.device) -> int | None:
-    """Return the most bytes of one message that many small tensors share: on a CPU it fits a slot. None: any size."""
-    return _MESSAGE_BYTES if device.type == "cpu" else None
+def flat_limit(device: torch.device) -> int | None:
+    """Return the most bytes of a flat tensor in which many small ones travel; None if it may have any size."""
+    return _FLAT_BYTES if device.type == "cpu" else None
 
 
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:

@@ -236,8 +236,9 @@ class StageBuckets:
         for (axes, gradient), group in groups.items():
             dtype = self._context.precision.reduce_dtype(gradient)
             limit = self._bucket_bytes
-            if (message := shared_memory.message_limit(group[0].device)) is not None:
-                limit = min(limit, message - 4096 * dtype.itemsize)  # flags have to fit, too
+            most = shared_memory.flat_limit(group[0].device)
+            if most is not None:
+                limit = min(limit, most - 4096 * dtype.itemsize)  # flags have to fit, too
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:

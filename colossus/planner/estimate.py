@@ -103,7 +103,7 @@ class Estimator:
             ConfigError: see `profile_layout`.
         """
         split = splits_backward(config) if split_backward is None else split_backward
-        is_sharded = PlanAxes(config).stage > 0
+        is_sharded = PlanAxes(config).stores_apart
         key = layout_key(config), split, is_sharded
         if key not in self._profiles:
             try:

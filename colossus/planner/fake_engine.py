@@ -31,10 +31,10 @@ from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tenso
 
 
 @contextmanager
-def fake_engines(*, on_cpu: bool = True) -> Iterator[CountedFakeTensors]:
+def fake_engines(*, on_cpu: bool) -> Iterator[CountedFakeTensors]:
     """Let `colossus.initialize` make engines of fake tensors inside the context. They can train.
 
-    The tensors are on the CPU; without ``on_cpu`` messages have any size, as those between GPUs.
+    The tensors are on the CPU; without ``on_cpu`` flat tensors have any size, as between GPUs.
 
     Other ranks answer as this one: they have the same settings, use the same parameters, and the ranks of a model have
     the same batch. All numbers are finite. Experts get equal numbers of tokens.
@@ -52,7 +52,7 @@ def fake_engines(*, on_cpu: bool = True) -> Iterator[CountedFakeTensors]:
             (Bucket, "used_by_ranks", lambda self: [float(i in self._present) for i in range(len(self.params))]),
             (RowGradients, "used_by_ranks", lambda self, flags: [float(used) for used in self._present]),
             (shared_memory, "_open_channel", lambda group: None),  # would list all pairs of ranks
-            *(() if on_cpu else ((shared_memory, "message_limit", lambda device: None),)),
+            *(() if on_cpu else ((shared_memory, "flat_limit", lambda device: None),)),
             (dist, "all_gather_object", _answer_as_self),
             (dist, "broadcast_object_list", _answer_as_self),
         ):

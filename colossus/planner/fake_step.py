@@ -62,13 +62,13 @@ def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = Non
     return [first[at] for at in (range(len(first)) if pipeline_ranks is None else pipeline_ranks)]
 
 
-def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bool = True) -> list[RankStep]:
+def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bool = False) -> list[RankStep]:
     """Run the second step of some ranks of a plan, one rank after the other.
 
     Args:
         config: the resolved config, for a world of any size.
         ranks: ranks in the world; by default one for each pipeline rank, as the others do the same.
-        on_cpu: whether messages have to fit a slot of shared memory.
+        on_cpu: whether ranks compute on CPU, where a flat tensor has to fit a slot of shared memory.
 
     Raises:
         ConfigError: the config has no model or data, the model or data cannot be built or read, sizes depend on a

@@ -16,7 +16,7 @@ from colossus.layers.router import SUMS
 from colossus.planner.bucket_traffic import BucketTraffic, Gradient, buckets_of, flat_sum, tied_sums, two_level_sum
 from colossus.planner.collective import Collective
 from colossus.planner.optimizer_memory import OptimizerMemory
-from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind
+from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind, itemsize
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
@@ -80,9 +80,9 @@ class _Composer:
         units = self._units
         lasting: list[tuple[int | None, Sequence[ParameterFacts]]] = [(None, units.root)] if units.root else []
         lasting += [] if self._frees else together(units.blocks)
-        rows = [rows for _, params in lasting for rows in self._zero.rows(params)]
-        begin = [own.gather for own in rows if own.gather.ranks > 1]
-        whole = sum(own.whole for own in rows) if self._axes.stage == 3 else 0
+        rows = [flat for _, params in lasting for flat in self._zero.rows(params)]
+        begin = [flat.gather for flat in rows if flat.gather.ranks > 1]
+        whole = sum(flat.whole for flat in rows) if self._axes.stage == 3 else 0
         gathers = self._gathers(units.blocks) if self._frees else []
         reductions: list[Reduction] = []
         end: list[Collective] = []
@@ -98,8 +98,17 @@ class _Composer:
         end += self._numbers()
         if optimizer is not None:
             end += optimizer.collectives(self._config, self._axes, as_stored(units, self._axes))
+        made, moved = self._bytes_of_gradients(gathers)
         return StepTraffic(
-            tuple(begin), tuple(gathers), self._gathered(), tuple(reductions), tuple(end), whole, in_buckets
+            tuple(begin),
+            tuple(gathers),
+            self._gathered(),
+            tuple(reductions),
+            tuple(end),
+            whole,
+            in_buckets,
+            made,
+            moved,
         )
 
     # -- weights ------------------------------------------------------------------------------------------
@@ -114,10 +123,10 @@ class _Composer:
                 self._stages.stage_of[block],
                 block,
                 is_again and block >= self._model.first_trained,
-                tuple(own.gather for own in rows if own.gather.ranks > 1),
-                sum(own.whole for own in rows),
-                sum(own.gathering for own in rows),
-                sum(own.gradients for own in rows),
+                tuple(flat.gather for flat in rows if flat.gather.ranks > 1),
+                sum(flat.whole for flat in rows),
+                sum(flat.gathering for flat in rows),
+                sum(flat.gradients for flat in rows),
             )
             for block, rows in by_block.items()
         ]
@@ -151,34 +160,34 @@ class _Composer:
         reductions: list[Reduction] = []
         transient: set[int] = set()
 
-        def add(own: RowTraffic, stage: int, block: int | None, when: Literal["each", "last"]) -> None:
-            assert own.reduction is not None
-            collectives = (own.reduction,) if own.reduction.ranks > 1 else ()
-            freed = own.gradients if self._axes.stage > 1 else 0
-            reductions.append(Reduction(stage, block, when, collectives, freed, own.reducing, own.sums))
+        def add(flat: RowTraffic, stage: int, block: int | None, when: Literal["each", "last"]) -> None:
+            assert flat.reduction is not None
+            collectives = (flat.reduction,) if flat.reduction.ranks > 1 else ()
+            freed = flat.gradients if self._axes.stage > 1 else 0
+            reductions.append(Reduction(stage, block, when, collectives, freed, flat.reducing, flat.sums))
 
         for block, params in reversed([*freed]):
-            for own in self._zero.rows(params):
-                if own.reduction is not None:
-                    stage = self._stage_of([params[place] for place in own.places])
+            for flat in self._zero.rows(params):
+                if flat.reduction is not None:
+                    stage = self._stage_of([params[place] for place in flat.places])
                     transient.add(stage)
-                    add(own, stage, block, "each")
+                    add(flat, stage, block, "each")
         started: dict[int, int] = {}
         for _, params in reversed(lasting):
-            for own in self._zero.rows(params):
-                if own.reduction is not None:
-                    reduced = [params[place] for place in own.places]
+            for flat in self._zero.rows(params):
+                if flat.reduction is not None:
+                    reduced = [params[place] for place in flat.places]
                     stage = self._stage_of(reduced)
                     at = min(self._completed_in(param, stage) for param in reduced)
                     started[stage] = at = min(started.get(stage, at), at)
                     is_early = stage in self._stages.starts_early and stage not in transient
-                    add(own, stage, at if is_early else None, "last")
+                    add(flat, stage, at if is_early else None, "last")
         return reductions
 
     def _stage_of(self, params: Iterable[ParameterFacts]) -> int:
         """Return the stage whose backward completes the gradients of all of these parameters."""
-        stages = [self._stages.last_stage_of(param.blocks) for param in params]
-        return max((stage for stage in stages if stage is not None), key=self._stages.order.index)
+        stages = {stage for param in params for stage in self._stages.stages_with(param.blocks)}
+        return max(stages, key=self._stages.order.index)
 
     def _completed_in(self, param: ParameterFacts, stage: int) -> int:
         """Return the block of a stage whose backward completes the gradient of a parameter."""
@@ -212,6 +221,23 @@ class _Composer:
         if key not in self._of_kind:
             self._of_kind[key] = self._of_rows(param.kind) if is_cut else self._of_whole(param.kind)
         return Gradient(*self._of_kind[key], self._completed_in(param, stage))
+
+    def _bytes_of_gradients(self, gathers: Iterable[BlockGather]) -> tuple[Counter[int], Counter[int]]:
+        """Return ``made`` and ``moved`` of `StepTraffic`."""
+        made: Counter[int] = Counter()
+        moved: Counter[int] = Counter()
+        for param, last in self._trained:
+            kind = param.kind
+            first = self._stages.stages_with(param.blocks)[0]
+            is_cut = param.name in self._cut
+            size = kind.elements * itemsize(kind.sharded[1] if is_cut else kind.gradient)
+            made[self._completed_in(param, first)] += size
+            is_summed = not (self._is_zero and is_cut) and bool(self._axes.sums(kind.gradient_axes))
+            if is_summed and kind.gradient == kind.reduced:
+                moved[self._completed_in(param, last)] += size
+        for gather in gathers:
+            made[gather.block] -= gather.gradients
+        return made, moved
 
     def _of_whole(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
         return kind.elements, kind.gradient, kind.reduced, self._axes.sums(kind.gradient_axes)

@@ -60,7 +60,7 @@ def profile_layout(
     Args:
         config: the resolved config with the layout's sizes, one pipeline rank and one microbatch.
         split_backward: whether dgrad and wgrad are recorded apart.
-        is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stage` is not 0),
+        is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stores_apart`),
             which then have the dtype of compute.
         other: profile of another layout of the same model and data; facts that do not depend on the layout are copied.
 

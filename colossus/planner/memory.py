@@ -6,6 +6,7 @@ them stands for all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from colossus.config import Config
@@ -19,8 +20,6 @@ from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import sharded_units
-from colossus.planner.step_traffic import StepTraffic
 from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
 
@@ -40,7 +39,7 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
             `colossus.planner.plan_stages.stages_of`.
     """
     profile = profile_layout(
-        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stage > 0
+        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stores_apart
     )
     return memory_of(config, profile, stages_of(config, profile), on_cpu=on_cpu)
 
@@ -64,45 +63,44 @@ def memory_of(
         times: samples of a microbatch over those of the profile; activations are scaled by it.
         exact: see `colossus.planner.optimizer_memory.OptimizerMemory.bytes`.
     """
-    facts, axes = profile.facts, PlanAxes(config)
+    facts = profile.facts
     memories: list[RankMemory] = []
     for rank in ranks:
         stored = stored_bytes(facts, config, rank, profile.optimizer, exact=exact)
         traffic = gradient_traffic(facts, config, rank, on_cpu=on_cpu)
-        made, moved = _gradients(facts, config, axes, rank, traffic)
+        # a schedule that splits backward defers incomplete gradients, too
+        tied = (Counter[int](), Counter[int]()) if rank.splits_backward else _tied_gradients(facts, rank)
         play = MemoryPlay(
-            profile.blocks, rank, traffic, stored, made, moved,
+            profile.blocks, rank, traffic, stored, *tied,
             scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
         )  # fmt: skip
         memories.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 
-def _gradients(
-    facts: ModelFacts, config: Config, axes: PlanAxes, rank: RankStages, traffic: StepTraffic
-) -> tuple[list[int], list[int]]:
-    """Return, for each block, the bytes of gradients that stay in a step, and the part that goes into buckets.
+def _tied_gradients(facts: ModelFacts, rank: RankStages) -> tuple[Counter[int], Counter[int]]:
+    """Return, by block, the bytes of incomplete gradients of tied parameters that a backward holds.
 
-    The block of a gradient is the last of the rank's blocks that use the parameter.
+    From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran one
+    backward through all blocks; a rank runs one through each of its stages.
+
+    Returns:
+        The bytes that are alive in the profile while a block runs, and the change on the rank behind it.
     """
-    made, moved = [0] * len(facts.blocks), [0] * len(facts.blocks)
-    units = sharded_units(facts, axes, rank)
-    cut = {param.name for param in units.cut}
-    is_zero = bool(config.parallel.zero.stage)
-    own = {number for stage in rank.stages for number in rank.blocks_of(stage)}
-    for param in units.every:
-        kind = param.kind
-        if not kind.is_trainable:
+    in_profile: Counter[int] = Counter()
+    on_rank: Counter[int] = Counter()
+    for param in facts.parameters:
+        if len(param.blocks) == 1 or not param.kind.is_trainable:
             continue
-        block = max((number for number in param.blocks if number in own), default=max(own))
-        is_cut = param.name in cut
-        width = itemsize(kind.sharded[1] if is_cut else kind.gradient)
-        made[block] += kind.elements * width
-        if not (is_zero and is_cut) and kind.gradient == kind.reduced and axes.sums(kind.gradient_axes):
-            moved[block] += kind.elements * width
-    for gather in traffic.gathers:
-        made[gather.block] -= gather.gradients
-    return made, moved
+        size = param.kind.elements * itemsize(param.kind.gradient)
+        for block in range(param.blocks[0], param.blocks[-1]):
+            in_profile[block] += size
+        for stage in rank.stages:
+            users = [block for block in param.blocks if block in rank.blocks_of(stage)]
+            if len(users) > 1:
+                on_rank[users[-1]] += size
+                on_rank[users[0]] -= size
+    return in_profile, on_rank
 
 
 def _notes(config: Config) -> list[str]:

@@ -27,9 +27,8 @@ class MemoryPlay:
         rank: stages of the rank.
         traffic: collectives of its weights and gradients.
         stored: bytes that it stores.
-        made: for each block, bytes of gradients that its backward makes and that stay until the last microbatch: all
-            but those of gathered weights.
-        moved: for each block, the part of ``made`` that goes into buckets in the last backward.
+        tied_in_profile, tied: bytes of incomplete gradients of tied parameters, by block: those that the profile counts
+            as activations while it runs backward, and the change on this rank behind it.
         scope: scope of gathered weights (``parallel.tensor.weights``).
         first_trained: first block that has a backward.
         times: samples of a microbatch over those of the profiles; activations are scaled by it.
@@ -41,15 +40,15 @@ class MemoryPlay:
         rank: RankStages,
         traffic: StepTraffic,
         stored: StoredBytes,
-        made: Sequence[int],
-        moved: Sequence[int],
+        tied_in_profile: Counter[int],
+        tied: Counter[int],
         *,
         scope: str,
         first_trained: int,
         times: float = 1.0,
     ) -> None:
         self._blocks, self._rank, self._traffic, self._stored = blocks, rank, traffic, stored
-        self._made, self._moved, self._scope = made, moved, scope
+        self._tied_in_profile, self._tied, self._scope = tied_in_profile, tied, scope
         self._first_trained, self._times = first_trained, times
         self._gathers = {gather.block: gather for gather in traffic.gathers}
         self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
@@ -91,7 +90,7 @@ class MemoryPlay:
                 self._backward_weight(action)
             elif action.kind == "reduce":
                 if action.stage not in self._rank.starts_early:
-                    self._gradients -= sum(self._moved[number] for number in self._rank.blocks_of(action.stage))
+                    self._gradients -= sum(self._traffic.moved[number] for number in self._rank.blocks_of(action.stage))
                 for reduction in self._last[action.stage, None]:
                     self._start(reduction)
         self._finish()
@@ -166,13 +165,13 @@ class MemoryPlay:
         is_last = self._last_use[action.stage] == action
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
-        moved = self._moved[number] if is_last and action.stage in self._rank.starts_early else 0
+        moved = self._traffic.moved[number] if is_last and action.stage in self._rank.starts_early else 0
         #: later microbatches add to the gradients that stay
-        new = reduced + (self._made[number] - moved if is_first else 0)
+        new = reduced + (self._traffic.made[number] - moved if is_first else 0)
         for activations, gradients in levels:
-            self._touch(self._times * activations + min(gradients, new))
+            self._touch(self._times * (activations - self._tied_in_profile[number]) + min(gradients, new))
         if adds:
-            self._gradients += reduced + (self._made[number] if is_first else 0) - moved
+            self._gradients += self._tied[number] + reduced + (self._traffic.made[number] if is_first else 0) - moved
             for reduction in self._last[action.stage, number] if is_last else ():
                 self._start(reduction)
 

@@ -39,6 +39,11 @@ class PlanAxes:
             is_one = precision.params == precision.optimizer and not (parallel.zero.stage and parallel.zero.offload)
             self.stage = 0 if is_one else min(self.stage, 2) or 2
 
+    @property
+    def stores_apart(self) -> bool:
+        """Return whether the stored parameters are others than those that compute sees (ZeRO, or masters)."""
+        return self.stage > 0
+
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.grid.sizes[axis] for axis in axes)
 

@@ -14,7 +14,7 @@ from colossus.planner.rank_memory import PlanMemory, RankMemory
 
 
 def check(
-    config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = None, *, on_cpu: bool = True
+    config: Config, estimate: PlanEstimate, ranks: Sequence[int] | None = None, *, on_cpu: bool = False
 ) -> CheckReport:
     """Compare the bytes that some ranks of a plan send and hold in a step with the prediction.
 

@@ -67,7 +67,7 @@ class RankStages:
             return (self.rank_of[self.stage_of[blocks[0]]],)
         return tuple(dict.fromkeys(self.rank_of[self.stage_of[block]] for block in sorted(blocks)))
 
-    def last_stage_of(self, blocks: Sequence[int]) -> int | None:
-        """Return this rank's stage with any of these blocks that is reduced last; None if the rank has none of them."""
+    def stages_with(self, blocks: Sequence[int]) -> list[int]:
+        """Return this rank's stages with any of these blocks, in the order in which they are reduced."""
         here = {stage for block in blocks if (stage := self.stage_of[block]) in self.stages}
-        return max(here, key=self.order.index) if here else None
+        return sorted(here, key=self.order.index)

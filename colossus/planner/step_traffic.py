@@ -69,6 +69,9 @@ class StepTraffic:
         end: collectives after the last backward and all reductions, one after the other.
         whole: bytes of weights that are gathered for the step, beyond those that are stored (ZeRO-3).
         buckets: bytes of all buckets of gradients, which are allocated once.
+        made: for each block, the bytes of gradients that its backward makes and that stay in a step: all but those of
+            weights that are gathered for the block. The block of a gradient is the last of the rank that uses it.
+        moved: for each block, the part of ``made`` that goes into buckets in the last backward.
     """
 
     begin: tuple[Collective, ...]
@@ -78,6 +81,8 @@ class StepTraffic:
     end: tuple[Collective, ...]
     whole: int
     buckets: float
+    made: Counter[int]
+    moved: Counter[int]
 
     def counts(self, stages: RankStages) -> Counter[Collective]:
         """Return how often each collective is started in a step."""

@@ -67,7 +67,7 @@ train = dict(steps=600, global_batch_size=8)
 
 def commands() -> list[str]:
     """In blocks of the pages, fenced or indented: the lines without a comment, one that goes on in the next joined."""
-    found: dict[str, None] = {}
+    documented: dict[str, None] = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page.name == "tutorial.md":  # see test_tutorial.py
             continue
@@ -75,8 +75,8 @@ def commands() -> list[str]:
         for is_fenced, part in zip(itertools.cycle([False, True]), text.split("```"), strict=False):
             indent = " *" if is_fenced else "    +"
             lines = re.findall(rf"^{indent}(?:\$ )?(?:\.venv/bin/)?(colossus .+)$", part, re.MULTILINE)
-            found |= dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines)
-    return list(found)
+            documented |= dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines)
+    return list(documented)
 
 
 def test_there_are_commands() -> None:

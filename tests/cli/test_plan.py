@@ -67,7 +67,7 @@ def config(tmp_path: Path) -> str:
 
 def estimates(file: str) -> list[PlanEstimate]:
     """Of `PLANS`, on 16 devices."""
-    found = []
+    plans = []
     for overrides, bubble, parts, sizes in PLANS:
         config = load_config(file, overrides)
         weights, optimizer, activations, on_host = (size * 10**9 for size in sizes)
@@ -75,7 +75,7 @@ def estimates(file: str) -> list[PlanEstimate]:
         kinds = dict(weights=weights, gradients=0, optimizer=optimizer)
         size, schedule = config.parallel.pipeline.size, config.schedule
         actions = make_schedule(schedule.type, size, schedule.microbatches)
-        found.append(
+        plans.append(
             PlanEstimate(
                 config=config,
                 overrides=tuple(overrides),
@@ -101,7 +101,7 @@ def estimates(file: str) -> list[PlanEstimate]:
                 spans=play(actions, lambda action: SECONDS.get(action.kind, 0.0)),
             )
         )
-    return found
+    return plans
 
 
 @pytest.fixture
@@ -198,9 +198,9 @@ def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytes
         "gathered inputs kept: over tensor -700 ms, bubble +300 ms, recomputation +200 ms, over data +100 ms"
     )
     assert main(line(config, "--explain", "2", "--json", "-")) == 0
-    found = json.loads(capsys.readouterr().out)["plans"]
-    assert [span["kind"] for span in found[1]["timeline"][0]][:2] == ["forward", "backward"]
-    assert "timeline" not in found[0]
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [span["kind"] for span in plans[1]["timeline"][0]][:2] == ["forward", "backward"]
+    assert "timeline" not in plans[0]
     assert main(line(config, "--explain", "2")) == 0
     last = capsys.readouterr().out
     assert "why" not in last
@@ -210,9 +210,9 @@ def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytes
 def test_json_has_all_numbers(config: str) -> None:
     one, two = estimates(config)
     question = Question("f.py", (), load_config(config), FromDataSheet("h100"), 16, 2, 70e9)
-    found = json.loads(json.dumps(as_json(question, SearchResult([one, two], 9, None, 1.0))))
-    assert (found["memory"], found["hardware"]["is_measured"], found["tried"]) == (70e9, False, 9)
-    plan = found["plans"][0]
+    numbers = json.loads(json.dumps(as_json(question, SearchResult([one, two], 9, None, 1.0))))
+    assert (numbers["memory"], numbers["hardware"]["is_measured"], numbers["tried"]) == (70e9, False, 9)
+    plan = numbers["plans"][0]
     assert (plan["step_seconds"], plan["tokens_per_second"], plan["mfu"]) == (1.25, 2048 / 1.25, 1e15 / 1.25 / 16e15)
     assert sum(plan["parts"].values()) == pytest.approx(1.25)
     assert plan["axes"] == {"data": {"bytes": 3e9, "seconds": 0.2, "exposed": 0.1}}
@@ -327,16 +327,16 @@ for words in {[words for words, _ in REFUSED]!r}:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(REFUSED), done.stderr
-    for (_, told), (code, err, has_torch) in zip(REFUSED, answers, strict=True):
+    for (_, message), (code, err, has_torch) in zip(REFUSED, answers, strict=True):
         assert (code, has_torch) == (2, False), err
-        assert told in err
+        assert message in err
 
 
 def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
     config: str, searched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, code, told in [
+    for name, code, words in [
         ("NVIDIA H100 80GB HBM3", 0, "hardware    H100 (data sheet)"),
         (
             "NVIDIA L4",
@@ -346,7 +346,7 @@ def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert main(["plan", config, "--devices", "16"]) == code
-        assert told in "".join(capsys.readouterr())
+        assert words in "".join(capsys.readouterr())
 
     def fails(ranks: int, device: str, sizes: Any) -> None:
         assert (ranks, device, sizes.dtypes) == (4, "cpu", ("bf16", "fp32"))
@@ -389,8 +389,8 @@ def test_what_is_found_can_be_launched(config: str, capsys: pytest.CaptureFixtur
     assert len(plans) == 3
     assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
     for plan in plans:
-        found = load_config(config, ["train.global_batch_size=32", *plan["overrides"]], nproc=4)
-        assert plan_words(found) == plan["plan"]
+        launched = load_config(config, ["train.global_batch_size=32", *plan["overrides"]], nproc=4)
+        assert plan_words(launched) == plan["plan"]
         assert plan["tokens_per_step"] == 32 * 32
         assert sum(plan["parts"].values()) == pytest.approx(plan["step_seconds"])
     assert main([*words, "--memory", "20KB"]) == 2

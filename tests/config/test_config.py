@@ -137,8 +137,8 @@ def test_components_objects_and_callables() -> None:
     ],
 )
 def test_wrong_keys_and_values(config: dict[str, Any], words: str) -> None:
-    (found,) = problems(config)
-    assert found.startswith(words)
+    (problem,) = problems(config)
+    assert problem.startswith(words)
 
 
 def test_the_help_of_a_key_is_read_off_the_schema() -> None:
@@ -163,14 +163,14 @@ def test_every_problem_is_told_at_once() -> None:
 
 
 def test_names_and_options_are_looked_up() -> None:
-    (found,) = problems(dict(optimizer="AdamV"))
-    assert found.startswith("optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: A")
-    (found,) = problems(dict(parallel=dict(tensor=dict(mode="4d"))))
-    assert found.startswith("parallel.tensor.mode: no tensor mode named '4d'. Did you mean")
-    (found,) = problems(dict(model=dict(type=Net, widht=3)))
-    assert found == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
-    (found,) = problems(dict(optimizer=dict(type="Muon", betas=(0.9, 0.95))))
-    assert "known keys of optimizer: type, lr, groups, layer_decay, whole, tables, weight_decay, momentum," in found
+    (problem,) = problems(dict(optimizer="AdamV"))
+    assert problem.startswith("optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: A")
+    (problem,) = problems(dict(parallel=dict(tensor=dict(mode="4d"))))
+    assert problem.startswith("parallel.tensor.mode: no tensor mode named '4d'. Did you mean")
+    (problem,) = problems(dict(model=dict(type=Net, widht=3)))
+    assert problem == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
+    (problem,) = problems(dict(optimizer=dict(type="Muon", betas=(0.9, 0.95))))
+    assert "known keys of optimizer: type, lr, groups, layer_decay, whole, tables, weight_decay, momentum," in problem
 
 
 def test_options_of_a_builtin_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def test_options_of_a_builtin_are_read_from_its_source(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("open_options", "make", "Made", "absent"):
         monkeypatch.setitem(OPTIMIZERS._builtin, name, f"parts_for_test:{name}")
-    for name, known in {"make": ["parameters", "lr", "momentum"], "Made": ["path", "size"]}.items():
-        assert parameters(name, OPTIMIZERS) == known
+    for name, options in {"make": ["parameters", "lr", "momentum"], "Made": ["path", "size"]}.items():
+        assert parameters(name, OPTIMIZERS) == options
     assert parameters("open_options", OPTIMIZERS) is parameters("absent", OPTIMIZERS) is None
 
 
@@ -226,9 +226,9 @@ def test_a_file_with_a_class_of_its_own_and_another_file(tmp_path: Path, monkeyp
 
 
 def test_unknown_names_of_the_file(tmp_path: Path) -> None:
-    (found,) = problems(write(tmp_path, "scheduel = dict(type='1f1b')\n"))
-    assert found.startswith("scheduel: no such key; did you mean schedule? known keys: name,")
-    assert found.endswith("(start the names of helpers with an underscore: _scheduel)")
+    (problem,) = problems(write(tmp_path, "scheduel = dict(type='1f1b')\n"))
+    assert problem.startswith("scheduel: no such key; did you mean schedule? known keys: name,")
+    assert problem.endswith("(start the names of helpers with an underscore: _scheduel)")
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_missing_files(tmp_path: Path) -> None:
         tmp_path: "cannot be read: ",
         "train.steps=3": "the config file comes first, overrides (section.key=value) after it",
     }.items():
-        (found,) = problems(path)
-        assert found.startswith(words)
+        (problem,) = problems(path)
+        assert problem.startswith(words)
 
 
 # Overrides
@@ -325,8 +325,8 @@ def test_overrides_of_short_forms() -> None:
     ],
 )
 def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> None:
-    (found,) = problems(config, [override])
-    assert found.startswith(words)
+    (problem,) = problems(config, [override])
+    assert problem.startswith(words)
 
 
 # Plans
@@ -334,8 +334,8 @@ def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> N
 
 def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
     """The nearest plans, of these the one first whose lower bound of time is least."""
-    (found,) = problems(dict(parallel=dict(data=2, pipeline=2, tensor=4), model=GPT), nproc=8)
-    assert found.splitlines() == [
+    (problem,) = problems(dict(parallel=dict(data=2, pipeline=2, tensor=4), model=GPT), nproc=8)
+    assert problem.splitlines() == [
         "parallel: data 2 x pipeline 2 x tensor 4 = 16, but 8 processes",
         "  nearest plans that fit 8 processes:",
         "    parallel.data=4 parallel.tensor.size=1",
@@ -349,23 +349,23 @@ def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
 def test_data_is_derived() -> None:
     assert load_config(dict(parallel=dict(tensor=2)), nproc=8).parallel.data == 4
     assert load_config(dict(parallel=dict(tensor=2))).parallel.data == 1
-    (found,) = problems(dict(parallel=dict(pipeline=2, tensor=3)), nproc=8)
-    assert found.startswith("parallel: pipeline 2 x tensor 3 = 6 does not divide 8 processes\n")
-    assert "parallel.data" not in found
-    (found,) = problems({}, nproc=0)
-    assert found == "nproc = 0: the number of processes must be at least 1"
+    (problem,) = problems(dict(parallel=dict(pipeline=2, tensor=3)), nproc=8)
+    assert problem.startswith("parallel: pipeline 2 x tensor 3 = 6 does not divide 8 processes\n")
+    assert "parallel.data" not in problem
+    (problem,) = problems({}, nproc=0)
+    assert problem == "nproc = 0: the number of processes must be at least 1"
 
 
 def test_batch() -> None:
     config = dict(parallel=dict(data=4), schedule=dict(microbatches=2), train=dict(global_batch_size=30))
-    (found,) = problems(config)
-    assert found.splitlines() == [
+    (problem,) = problems(config)
+    assert problem.splitlines() == [
         "train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32",
         "  nearest plans that fit 4 processes:",
         "    parallel.data=1 parallel.tensor.size=4",
     ]
-    (found,) = problems({**config, "train": dict(global_batch_size=3)})
-    assert found.splitlines() == [
+    (problem,) = problems({**config, "train": dict(global_batch_size=3)})
+    assert problem.splitlines() == [
         "train.global_batch_size = 3 is not a multiple of data 4 x microbatches 2 = 8; nearest: 8",
         "  no plan of these axes fits 4 processes, this model and this batch",
     ]
@@ -404,16 +404,16 @@ def test_batch() -> None:
     ],
 )
 def test_what_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
-    (found,) = problems(dict(model={**GPT, **options}, parallel=parallel))
-    assert found.startswith(words)
-    assert "nearest plans" in found or "no plan" in found
+    (problem,) = problems(dict(model={**GPT, **options}, parallel=parallel))
+    assert problem.startswith(words)
+    assert "nearest plans" in problem or "no plan" in problem
 
 
 def test_wrong_model_options() -> None:
-    found = problems(dict(model={**GPT, "mlp": "relu", "dropout": 1.0, "num_layer": 3, "num_heads": 0}))
+    lines = problems(dict(model={**GPT, "mlp": "relu", "dropout": 1.0, "num_layer": 3, "num_heads": 0}))
     keys = ["model.num_heads", "model.mlp", "model.dropout", "model.num_layer"]
-    assert [line.partition(":")[0] for line in found] == keys
-    assert "did you mean model.num_layers?" in found[-1]
+    assert [line.partition(":")[0] for line in lines] == keys
+    assert "did you mean model.num_layers?" in lines[-1]
 
 
 def test_options_class_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,11 +427,11 @@ def test_options_class_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS._entries, "theirs", Net)
     monkeypatch.setitem(MODEL_OPTIONS._entries, "theirs", Options)
     load_config(dict(model=dict(type="theirs", width=4), parallel=dict(tensor=2)))
-    (found,) = problems(dict(model=dict(type="theirs", width=3), parallel=dict(tensor=2)))
-    assert found.startswith("model.width = 3 is odd\n")
-    (found,) = problems(dict(model=dict(type="theirs", depth=3)))
-    assert found.startswith("model: ")
-    assert "'depth'" in found
+    (problem,) = problems(dict(model=dict(type="theirs", width=3), parallel=dict(tensor=2)))
+    assert problem.startswith("model.width = 3 is odd\n")
+    (problem,) = problems(dict(model=dict(type="theirs", depth=3)))
+    assert problem.startswith("model: ")
+    assert "'depth'" in problem
 
 
 sizes = st.integers(1, 6)

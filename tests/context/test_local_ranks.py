@@ -25,8 +25,10 @@ def test_ranks_are_joined_and_answer_in_order() -> None:
 def test_variables_are_those_of_the_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONE", "mine")
     names = ("ONE", "TWO")
-    found = run_local_ranks(1, lambda rank: list(map(os.environ.get, names)), variables={"ONE": "1", "TWO": "2"})
-    assert (found, os.environ.get("TWO")) == ([["mine", "2"]], None)
+    variables_of_ranks = run_local_ranks(
+        1, lambda rank: list(map(os.environ.get, names)), variables={"ONE": "1", "TWO": "2"}
+    )
+    assert (variables_of_ranks, os.environ.get("TWO")) == ([["mine", "2"]], None)
 
 
 def test_an_object_stays_between_calls() -> None:

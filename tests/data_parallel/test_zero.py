@@ -82,7 +82,7 @@ def _part(step: int, engine: colossus.Engine) -> dict[str, Tensor]:
 
 def _counted(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[tuple[str, str], tuple[int, float]]]:
     """Of each config, for the third step: (operation, axes) -> calls and bytes; and the elements of padded rows."""
-    found = {}
+    counts = {}
     for key, config in configs.items():
         engine = colossus.initialize(config)
         for step in range(2):
@@ -91,13 +91,13 @@ def _counted(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[tu
             engine.train_step(_part(2, engine))
         kinds = [("all_gather", "shard"), ("reduce_scatter", "shard"), ("all_reduce", "replicate")]
         kinds += [(operation, axes.replace("shard", "data")) for operation, axes in kinds[:2]]
-        found[key] = {kind: (moved.calls(kind[1], kind[0]), moved.bytes(kind[1], kind[0])) for kind in kinds}
+        counts[key] = {kind: (moved.calls(kind[1], kind[0]), moved.bytes(kind[1], kind[0])) for kind in kinds}
         stored = engine.store.parameters()
-        found[key]["rows"] = sum(local_shape(param).numel() for param in stored), len(stored)
+        counts[key]["rows"] = sum(local_shape(param).numel() for param in stored), len(stored)
         root = engine.store.blocks[0].params
-        found[key]["root"] = sum(local_shape(engine.store.stored(param)).numel() for param in root), len(root)
+        counts[key]["root"] = sum(local_shape(engine.store.stored(param)).numel() for param in root), len(root)
         engine.close()
-    return found
+    return counts
 
 
 def test_bytes_over_each_axis() -> None:
@@ -105,8 +105,8 @@ def test_bytes_over_each_axis() -> None:
     configs = {f"{plan} {stage}": settings(plan, stage)[1] for plan in ("data4", "hsdp") for stage in STAGES}
     configs["data4 step"] = {**configs["data4 3"], "parallel": dict(data=4, zero=3, tensor=dict(weights="step"))}
     configs["hsdp 3"]["schedule"] = dict(microbatches=2)
-    for found in run_ranks(4, _counted, configs, with_context=False):
-        for key, moved in found.items():
+    for counts in run_ranks(4, _counted, configs, with_context=False):
+        for key, moved in counts.items():
             (rows, num_params), (root, num_root) = moved["rows"], moved["root"]
             ranks, axis, other = (4, "data", "shard") if key.startswith("data4") else (2, "shard", "data")
             once = not key.endswith("3")
@@ -125,7 +125,7 @@ def test_bytes_over_each_axis() -> None:
 
 def _low(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[list[float], dict[torch.dtype, float]]]:
     """Losses of three steps, and the bytes gathered in the last, by dtype."""
-    found = {}
+    runs = {}
     for key, config in configs.items():
         engine = colossus.initialize(config)
         losses = [engine.train_step(_part(step, engine)).loss for step in range(2)]
@@ -137,9 +137,9 @@ def _low(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[list[
         assert stored == states == {torch.float32}
         assert all(param.grad.dtype == torch.float32 for param in engine.store.parameters())
         losses.append(engine.eval_step(_part(2, engine)).loss)
-        found[key] = losses, gathered
+        runs[key] = losses, gathered
         engine.close()
-    return found
+    return runs
 
 
 def test_low_precision_gathers_half_the_bytes() -> None:
@@ -152,12 +152,12 @@ def test_low_precision_gathers_half_the_bytes() -> None:
     for config in configs.values():
         config["parallel"]["data"] = 2
     (reference,) = run_ranks(1, _low, dict(one=settings(None, 0, "bf16")[1]), with_context=False)
-    for found in run_ranks(2, _low, configs, with_context=False):
+    for runs in run_ranks(2, _low, configs, with_context=False):
         for stage in (1, 3):
-            losses, gathered = found[f"bf16 {stage}"]
+            losses, gathered = runs[f"bf16 {stage}"]
             assert losses == pytest.approx(reference["one"][0], rel=2**-12)
-            assert losses != pytest.approx(found[f"fp32 {stage}"][0], rel=1e-7)
-            whole = found[f"fp32 {stage}"][1][torch.float32]
+            assert losses != pytest.approx(runs[f"fp32 {stage}"][0], rel=1e-7)
+            whole = runs[f"fp32 {stage}"][1][torch.float32]
             assert gathered[torch.float32] + 2 * gathered[torch.bfloat16] == whole
             assert gathered[torch.float32] < 0.06 * whole
 
@@ -167,7 +167,7 @@ def test_low_precision_gathers_half_the_bytes() -> None:
 
 def _loaded(rank: int, stages: tuple[int, ...]) -> list[Any]:
     """Losses of: a step, then with the first weights loaded again an evaluation, an uneven one, and the same step."""
-    found = []
+    outcomes = []
     for stage in stages:
         _, config = settings("data4", stage)
         config["parallel"]["data"] = 2
@@ -189,19 +189,19 @@ def _loaded(rank: int, stages: tuple[int, ...]) -> list[Any]:
         again = engine.train_step(_part(0, engine)).loss
         with torch.no_grad():
             last = engine.model(batch_of(0)["inputs"])
-        found.append((first, evaluated, again, uneven, called, last))
+        outcomes.append((first, evaluated, again, uneven, called, last))
         engine.close()
-    return found
+    return outcomes
 
 
 def test_states_are_loaded_and_evaluated() -> None:
     """Of every stage the same; whole copies follow what is loaded, and ranks may have unequal numbers of samples."""
-    for found in run_ranks(2, _loaded, STAGES, with_context=False):
-        for first, evaluated, again, uneven, called, last in found:
+    for outcomes in run_ranks(2, _loaded, STAGES, with_context=False):
+        for first, evaluated, again, uneven, called, last in outcomes:
             assert first == evaluated == again
-            assert uneven == found[0][3]
-            torch.testing.assert_close(called, found[0][4], rtol=0, atol=0)
-            torch.testing.assert_close(last, found[0][5], rtol=1e-12, atol=1e-12)
+            assert uneven == outcomes[0][3]
+            torch.testing.assert_close(called, outcomes[0][4], rtol=0, atol=0)
+            torch.testing.assert_close(last, outcomes[0][5], rtol=1e-12, atol=1e-12)
             assert not torch.equal(called, last)
 
 
@@ -210,21 +210,21 @@ def _size(param: nn.Parameter) -> ParameterSize:
     return ParameterSize(tuple(param.shape), rows, 2, 8, 8, 8, param.requires_grad)
 
 
-def _bytes(held: list[Tensor | None]) -> int:
+def _bytes(tensors: list[Tensor | None]) -> int:
     """Of the memory behind some tensors, each once."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in held if x is not None}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x is not None}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _memory(rank: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[ZeroMemory, ZeroMemory]]:
     """What the formula says, and what is counted, of a run of two steps."""
-    found = []
-    for config, given in cases:
+    memories = []
+    for config, options in cases:
         engine = colossus.initialize(config)
         blocks = [block for block in engine.store.blocks if block is not engine.store.blocks[0]]
         computed = [param for block in engine.store.blocks for param in block.params]
         sizes = [[_size(param) for param in block.params] for block in blocks]
-        formula = zero_memory(sizes, [_size(param) for param in engine.store.blocks[0].params], **given)
+        formula = zero_memory(sizes, [_size(param) for param in engine.store.blocks[0].params], **options)
         peak = [0, 0]
         take, start = FlatRows._take, RowGradients.start
 
@@ -254,9 +254,9 @@ def _memory(rank: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
             gradients_peak=peak[1],
             optimizer=_bytes(states),
         )
-        found.append((formula, counted))
+        memories.append((formula, counted))
         engine.close()
-    return found
+    return memories
 
 
 def test_memory_is_the_formula() -> None:
@@ -276,13 +276,13 @@ def test_memory_is_the_formula() -> None:
         config["parallel"] |= dict(data=2, tensor=dict(weights=scope))
         config["model"] = {**config["model"], "num_layers": 4}
         cases.append((config, dict(stage=stage, scope=scope, states=2 - number % 2, offload=offload)))
-    for found in run_ranks(2, _memory, cases, with_context=False):
-        for (_, given), (formula, counted) in zip(cases, found, strict=True):
-            assert replace(counted, gradients_peak=0) == replace(formula, gradients_peak=0), given
+    for memories in run_ranks(2, _memory, cases, with_context=False):
+        for (_, options), (formula, counted) in zip(cases, memories, strict=True):
+            assert replace(counted, gradients_peak=0) == replace(formula, gradients_peak=0), options
             # of the root block, some come after those of the others are gone
-            is_exact = given["stage"] < 3 or given["scope"] == "step"
+            is_exact = options["stage"] < 3 or options["scope"] == "step"
             lowest = formula.gradients_peak // (1 if is_exact else 2)
-            assert lowest <= counted.gradients_peak <= formula.gradients_peak, given
+            assert lowest <= counted.gradients_peak <= formula.gradients_peak, options
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_it_measures_between_ranks(capsys: pytest.CaptureFixture[str], monkeypat
     measured: list[dict[str, float]] = []
     measure = network.measure
     monkeypatch.setattr(
-        network, "measure", lambda *given, **more: measured.append(measure(*given, **more)) or measured[0]
+        network, "measure", lambda *arguments, **more: measured.append(measure(*arguments, **more)) or measured[0]
     )
     assert doctor.run(nproc=2) == 0
     (between,) = measured
@@ -108,12 +108,12 @@ def four_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Simple
 def test_devices_are_shown_with_what_joins_them(
     four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = examine_devices()
-    assert found["apart"] == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    rows = device_rows(found)
+    devices = examine_devices()
+    assert devices["apart"] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    rows = device_rows(devices)
     assert rows[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
     assert rows[4:] == [("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5")]
-    (advice,) = advise_devices(found)
+    (advice,) = advise_devices(devices)
     assert advice.startswith("devices 0 and 2 do not reach each other directly (4 such pairs)")
     used: list[dict[str, Any]] = []
 

@@ -32,10 +32,10 @@ def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (file.ranks, file.device, file.backend) == (3, "cpu", "gloo")
     expected = {(operation, ranks) for operation in OPERATIONS for ranks in (2, 3)} - {("send", 3)}
     assert {(table.operation, table.ranks) for table in file.collectives} == expected
-    held = {(table.operation, table.ranks): table.bytes for table in file.collectives}
-    assert held["all_reduce", 2] == held["send", 2] == [1024, 4096]
-    assert held["all_gather", 2] == [512, 2048]
-    assert held["reduce_scatter", 3] == [1032, 4104]  # float32 that divide over three
+    sizes = {(table.operation, table.ranks): table.bytes for table in file.collectives}
+    assert sizes["all_reduce", 2] == sizes["send", 2] == [1024, 4096]
+    assert sizes["all_gather", 2] == [512, 2048]
+    assert sizes["reduce_scatter", 3] == [1032, 4104]  # float32 that divide over three
     assert set(file.operator_bytes_per_second) == {*OPERATORS}
     assert 1e-7 < hardware.operator_seconds < 1e-2
     assert 0 < hardware.matmul_seconds(24, 24, 24, "fp32") < 1

@@ -92,7 +92,7 @@ def test_losses_that_are_not_above_zero_are_not_judged() -> None:
 
 
 def test_what_follows_is_as_the_config_has_it() -> None:
-    ends, leaves_out = (watched([1.0] * 3 + [9.0], **each) for each in ({"action": "raise"}, {"skip_batches": 7}))
+    ends, leaves_out = (watched([1.0] * 3 + [9.0], **keys) for keys in ({"action": "raise"}, {"skip_batches": 7}))
     assert ends is not None
     assert ends.rollback is None
     assert leaves_out is not None
@@ -262,9 +262,9 @@ def test_what_is_left_is_not_thrown_away(tmp_path: Path) -> None:
         assert steps_of(tmp_path / "ckpt") == [8]
         return str(error.value)
 
-    told = alone(body)
-    assert "must go back to step 6 or before, but has only later checkpoints: step-00000008" in told
-    assert "checkpoint.keep_last (now 3)" in told
+    message = alone(body)
+    assert "must go back to step 6 or before, but has only later checkpoints: step-00000008" in message
+    assert "checkpoint.keep_last (now 3)" in message
 
 
 def test_data_that_ends_is_told(tmp_path: Path) -> None:

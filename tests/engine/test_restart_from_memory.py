@@ -31,9 +31,9 @@ def train(engine: Engine, until: int) -> list[Any]:
         engine.checkpoints.after_step(is_last=engine.completed_steps == STEPS)
         if engine.completed_steps == until:
             break
-    found = everything(engine)
+    state = everything(engine)
     engine.close()
-    return found
+    return state
 
 
 def started_again(root: Path, **checkpoint: Any) -> Engine:
@@ -61,13 +61,13 @@ def test_what_goes_on_from_memory_is_the_undisturbed_run(tmp_path: Path, monkeyp
     def body() -> tuple[Any, ...]:
         wanted = train(engine_of(tmp_path / "undisturbed", 0), STEPS)
         train(engine_of(tmp_path, every=2), 5)
-        kept = sorted(checkpoint_steps(tmp_path / "memory").values())
+        saved_steps = sorted(checkpoint_steps(tmp_path / "memory").values())
         engine = started_again(tmp_path, every=2)
-        found = engine.checkpoints.resume()
-        return wanted, kept, found, engine.completed_steps, train(engine, STEPS)
+        source = engine.checkpoints.resume()
+        return wanted, saved_steps, source, engine.completed_steps, train(engine, STEPS)
 
-    wanted, kept, found, step, again = alone(tmp_path, monkeypatch, body)
-    assert (kept, found, step) == ([4, 5], tmp_path / "memory" / name_of(5), 5), "the disk has step 4"
+    wanted, saved_steps, source, step, again = alone(tmp_path, monkeypatch, body)
+    assert (saved_steps, source, step) == ([4, 5], tmp_path / "memory" / name_of(5), 5), "the disk has step 4"
     assert again == wanted
 
 
@@ -84,11 +84,11 @@ def test_half_of_a_checkpoint_is_not_gone_on_from(tmp_path: Path, monkeypatch: p
         changed = [name for name, value in engine.model.state_dict().items() if not torch.equal(value, before[name])]
         return str(error.value), changed, sorted(checkpoint_steps(tmp_path / "memory").values())
 
-    told, changed, kept = alone(tmp_path, monkeypatch, body)
-    assert "no answer for 30 s" in told
-    assert "there is none on the disk" in told
+    message, changed, saved_steps = alone(tmp_path, monkeypatch, body)
+    assert "no answer for 30 s" in message
+    assert "there is none on the disk" in message
     assert changed, "else nothing was broken"
-    assert kept == [2, 3], "the next attempt may find the host again"
+    assert saved_steps == [2, 3], "the next attempt may find the host again"
 
 
 def test_half_of_a_checkpoint_is_loaded_over_by_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +97,11 @@ def test_half_of_a_checkpoint_is_loaded_over_by_the_disk(tmp_path: Path, monkeyp
         train(engine_of(tmp_path, every=2), 3)
         monkeypatch.setattr(MemoryReader, "read_box", breaks_off)
         engine = started_again(tmp_path, every=2)
-        found = engine.checkpoints.resume()
-        return wanted, found, engine.completed_steps, train(engine, STEPS)
+        source = engine.checkpoints.resume()
+        return wanted, source, engine.completed_steps, train(engine, STEPS)
 
-    wanted, found, step, again = alone(tmp_path, monkeypatch, body)
-    assert (found, step) == (tmp_path / "disk" / name_of(2), 2)
+    wanted, source, step, again = alone(tmp_path, monkeypatch, body)
+    assert (source, step) == (tmp_path / "disk" / name_of(2), 2)
     assert again == wanted
 
 
@@ -117,12 +117,12 @@ def test_a_run_that_goes_on_with_fewer_hosts_does_without_memory(
         monkeypatch.setattr("pathlib.Path.glob", lambda *_: ())  # nothing is held that would make room
         with pytest.raises(ConfigError, match="two generations"):
             train(engine_of(tmp_path), 3)
-        told = Lines().lines
+        lines = Lines().lines
         engine = started_again(tmp_path)
         engine.checkpoints.resume()
-        return wanted, train(engine, STEPS), told
+        return wanted, train(engine, STEPS), lines
 
-    wanted, again, told = alone(tmp_path, monkeypatch, body)
+    wanted, again, lines = alone(tmp_path, monkeypatch, body)
     assert again == wanted
-    assert [line.split()[0] for line in told] == ["WARNING"]
-    assert "Nothing is saved in memory from here on" in told[0]
+    assert [line.split()[0] for line in lines] == ["WARNING"]
+    assert "Nothing is saved in memory from here on" in lines[0]

@@ -51,18 +51,18 @@ def lose_and_take_back(folder: Path, *, in_memory: bool) -> list[str]:
             for launcher in launchers:
                 launcher.kill()
                 launcher.communicate()
-    found = []
+    problems = []
     if [code for code, _, _ in ended] != [130, 130]:
-        found.append(f"exit codes {[code for code, _, _ in ended]}")
+        problems.append(f"exit codes {[code for code, _, _ in ended]}")
     if not (first["cause"].startswith("node ") and first["cause"].endswith(" has gone")):
-        found.append(f"the cause is said to be {first['cause']!r}")
+        problems.append(f"the cause is said to be {first['cause']!r}")
     if (second["cause"], second["steps_redone"]) != ("more nodes are there", 0):
-        found.append(f"the second restart is {second}")
+        problems.append(f"the second restart is {second}")
     where = "/dev/shm/colossus-memory-" if in_memory else str(run)
     if f"restarted after step {first['from_step']}, from {where}" not in ended[0][2]:
-        found.append("the run did not go on from where it should")
-    found += differences(run, folder)
-    return [*found, "".join(out + err for _, out, err in ended)] if found else []
+        problems.append("the run did not go on from where it should")
+    problems += differences(run, folder)
+    return [*problems, "".join(out + err for _, out, err in ended)] if problems else []
 
 
 def differences(run: Path, folder: Path) -> list[str]:

@@ -97,6 +97,8 @@ REAL_SIZES: dict[str, dict[str, Any]] = {
     "8b masters": run_of(
         LLAMA_8B, layers=8, recompute="full", microbatches=2, data=8, precision=dict(params="bf16")
     ),
+    "gpt3 data, tied": run_of(GPT3, layers=2, recompute="full", microbatches=2, data=8, tensor=8),
+    "gpt3 fsdp, tied": run_of(GPT3, layers=4, recompute="full", data=64, zero=3, tensor=8),
     "vit fsdp": run_of(VIT_G, layers=12, samples=32, data=64, zero=3),
     "vit data": run_of(VIT_G, layers=12, samples=32, microbatches=2, data=64),
     # tensor parallelism

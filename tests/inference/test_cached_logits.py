@@ -89,32 +89,32 @@ def check(sources: dict[str, WeightSource], plans: dict[str, list[str]]) -> None
     for world, of_world in by_world.items():
         ranks = run_ranks(world, run_plans, sources, of_world, with_context=False)
         for name, plan in ranks[0]:
-            found = [each[name, plan] for each in ranks]
-            assert {str(each["text"]) for each in found} == {str(texts[name])}, f"{name}, {plan}: another text"
-            compare(found, twins[name], f"{name}, {plan}")
-            check_memory(found, name, plan)
+            answers = [answer[name, plan] for answer in ranks]
+            assert {str(answer["text"]) for answer in answers} == {str(texts[name])}, f"{name}, {plan}: another text"
+            compare(answers, twins[name], f"{name}, {plan}")
+            check_memory(answers, name, plan)
 
 
-def compare(found: list[dict[str, Any]], twin: torch.nn.Module, what: str) -> None:
+def compare(answers: list[dict[str, Any]], twin: torch.nn.Module, what: str) -> None:
     """Every row on some rank, and on each rank right."""
     seen: set[int] = set()
-    ids = ids_of(max(each["rows"][1] for each in found), twin.options.vocab_size)  # type: ignore[union-attr, arg-type]
+    ids = ids_of(max(answer["rows"][1] for answer in answers), twin.options.vocab_size)  # type: ignore[union-attr, arg-type]
     with torch.no_grad():
         wanted: Tensor = twin(ids)
     assert wanted.std() > 0.5, "logits that hardly differ would hide a wrong one"
-    for each in found:
-        if each["logits"] is None:
+    for answer in answers:
+        if answer["logits"] is None:
             continue
-        start, stop = each["rows"]
+        start, stop = answer["rows"]
         seen |= set(range(start, stop))
-        gap = (torch.from_numpy(each["logits"]) - wanted[start:stop]).abs().amax((0, 2)) / wanted.abs().amax()
+        gap = (torch.from_numpy(answer["logits"]) - wanted[start:stop]).abs().amax((0, 2)) / wanted.abs().amax()
         assert gap.max() <= 1e-12, f"{what}: relative difference by position {gap.tolist()}"
-        last = (torch.from_numpy(each["last"])[:, 0] - wanted[start:stop, -1]).abs().max() / wanted.abs().amax()
+        last = (torch.from_numpy(answer["last"])[:, 0] - wanted[start:stop, -1]).abs().max() / wanted.abs().amax()
         assert last <= 1e-12, f"{what}: of the last token alone {last}"
     assert seen == set(range(len(ids))), f"{what}: rows {seen} of {len(ids)} were computed"
 
 
-def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
+def check_memory(answers: list[dict[str, Any]], name: str, plan: str) -> None:
     """2 x layers x rows x key/value heads of the rank x room x head_dim numbers, and not one more."""
     model, size = MODELS[name], 8
     ways = {"1d": 2, "pipeline_1d": 2}.get(plan)
@@ -124,9 +124,9 @@ def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
     heads = max(1, kv // (ways or 1))
     stages = 2 if "pipeline" in plan else 1
     room = -(-LENGTH // MORE) * MORE
-    for each in found:
+    for answer in answers:
         elements = 2 * (model["num_layers"] // stages) * 2 * heads * room * (model["hidden_size"] // model["num_heads"])
-        assert each["held"] == elements * size, f"{name}, {plan}"
+        assert answer["held"] == elements * size, f"{name}, {plan}"
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, WeightSour
         greedy = Sampling(greedy=True)
         together = generate(model, PROMPTS, max_tokens=5, sampling=greedy)
         assert together == [generate(model, [prompt], max_tokens=5, sampling=greedy)[0] for prompt in PROMPTS]
-        assert [len(each) for each in together] == [5, 5, 5]
+        assert [len(tokens) for tokens in together] == [5, 5, 5]
         model.close()
 
 

@@ -44,8 +44,8 @@ class FakeSearch:
             for layout in layouts(config, asked["devices"], **options)
             for plan in plans(config, asked["devices"], layout, **options)
         ]
-        found = [plan for plan in every if plan.config.parallel.pipeline.size == asked["keep"].get("pipeline", 1)]
-        best = max(found, key=lambda p: (p.config.parallel.zero.stage, -p.config.schedule.microbatches))
+        fitting = [plan for plan in every if plan.config.parallel.pipeline.size == asked["keep"].get("pipeline", 1)]
+        best = max(fitting, key=lambda p: (p.config.parallel.zero.stage, -p.config.schedule.microbatches))
         stored = StoredBytes(24, 0, 0, 0, 0)
         memory = PlanMemory((RankMemory(0, (0,), 1, stored, dict(weights=24, activations=1000)),))
         estimate = PlanEstimate(best.config, best.overrides, 0.5, 4.0, None, None, memory, {}, {}, 0.0, [])

@@ -73,9 +73,9 @@ def config_of(**parallel: Any) -> Config:
 )
 def test_data_becomes_smaller_and_the_batch_stays(parallel: dict[str, Any], processes: int, changes: list[str]) -> None:
     config = config_of(**parallel)
-    fitted, found, told = fit_plan(config, processes)
-    assert found == changes
-    assert bool(told) == bool(changes)
+    fitted, changed, message = fit_plan(config, processes)
+    assert changed == changes
+    assert bool(message) == bool(changes)
     if changes:
         assert world_size(fitted.parallel) == processes
         assert fitted.train == config.train
@@ -155,13 +155,13 @@ def test_torchrun_goes_on_with_the_node_that_is_left(tmp_path: Path) -> None:
     nodes = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf"]
     waits = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
-    given = {"TROUBLES": "hang@5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {"TROUBLES": "hang@5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first, second = (
         start(
             [sys.executable, "-m", "torch.distributed.run", *nodes, *meet, waits + is_host, *LAUNCH[1:-1], restarted]
             + ["--run-dir", "run", *keys],
             tmp_path,
-            **given,
+            **variables,
         )
         for is_host in ("1", "0")
     )

@@ -85,9 +85,11 @@ def test_the_newest_run_of_this_name_that_has_a_checkpoint_goes_on(capsys: pytes
             lock.close()
     assert chosen().folder is None
     assert command.run(str(TINY), [], resume=True, dry_run=True) == 0
-    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert told["run"] == "folder  runs/tiny-20260102-000000-10"
-    assert told["resumes"] == ("step 9 of runs/tiny-20260102-000000-10/checkpoints/step-00000009, saved under data 2")
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed["run"] == "folder  runs/tiny-20260102-000000-10"
+    assert printed["resumes"] == (
+        "step 9 of runs/tiny-20260102-000000-10/checkpoints/step-00000009, saved under data 2"
+    )
 
 
 def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,8 +102,8 @@ def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.Capt
     lost = run_of("killed")
     for _ in range(2):
         assert begin("checkpoint.resume=auto", run_dir="killed")[:2] == (lost, None)
-        told = capsys.readouterr().err
-        assert (told.count("\n"), "its metrics are in killed/metrics.lost.jsonl, " in told) == (1, True)
+        err = capsys.readouterr().err
+        assert (err.count("\n"), "its metrics are in killed/metrics.lost.jsonl, " in err) == (1, True)
         assert (lost / "metrics.lost.jsonl").read_text().count("\n") == 5
         assert not (lost / "metrics.jsonl").exists()
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
@@ -123,8 +125,8 @@ def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
     manifest = run / "checkpoints" / "step-00000006" / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-10])
     assert "is truncated or corrupted" in refused("checkpoint.resume=first/checkpoints/step-00000006")
-    for each in (run / "checkpoints").glob(f"*/{MANIFEST}"):
-        each.write_text("{}")
+    for other in (run / "checkpoints").glob(f"*/{MANIFEST}"):
+        other.write_text("{}")
     assert "nothing can be resumed: first/checkpoints/step-" in refused(resume=True, run_dir="first")
 
 
@@ -145,8 +147,8 @@ def test_weights_are_there_before_a_process_starts_unless_the_run_goes_on(capsys
 def test_checkpoints_of_another_run_are_not_touched() -> None:
     saved("shared", 3, 6)
     ours = ["checkpoint.dir=shared", "checkpoint.every=5"]
-    told = refused(*ours)
-    assert told.startswith(
+    message = refused(*ours)
+    assert message.startswith(
         "checkpoint.dir shared: holds 2 checkpoints of another run already (the newest is step-00000006), which this "
         "run would replace and remove; --resume continues it"
     )
@@ -162,8 +164,8 @@ def test_checkpoints_of_another_run_are_not_touched() -> None:
     assert chosen(*ours, resume=True).folder == taken.folder.resolve()  # it is remembered where that run was
     run_of("third", 1)  # the metrics of another run
     for overrides in (ours, [*ours, "checkpoint.resume=auto"]):
-        told = refused(*overrides, resume=overrides is ours, run_dir="third")
-        assert "holds the metrics of another run already" in told
+        message = refused(*overrides, resume=overrides is ours, run_dir="third")
+        assert "holds the metrics of another run already" in message
     assert len((Path("third") / "metrics.jsonl").read_text().splitlines()) == 5
     taken = begin(*ours, resume=True, run_dir="fourth")
     assert chosen(*ours, resume=True).folder == taken.folder.resolve()
@@ -199,11 +201,11 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
     run = run_of("mine", 3)
     child = os.fork()
     if not child:
-        held = run_folder.hold(run)
+        lock = run_folder.hold(run)
         Path("held").touch()
         while not Path("over").exists():
             time.sleep(0.01)
-        os._exit(held is None)
+        os._exit(lock is None)
     while not Path("held").exists():
         time.sleep(0.01)
     assert "mine: the ranks of a launcher that was killed are still there" in refused(resume=True, run_dir="mine")

@@ -81,13 +81,13 @@ def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
     for pid in (*children(gone.pid), gone.pid):
         os.kill(pid, signal.SIGKILL)
     gone.communicate()
-    left = [launcher for launcher in launchers if launcher is not gone]
-    wait_for(lambda: len(restarts_of(tmp_path)) == 1, *(launcher.pid for launcher in left))
+    remaining = [launcher for launcher in launchers if launcher is not gone]
+    wait_for(lambda: len(restarts_of(tmp_path)) == 1, *(launcher.pid for launcher in remaining))
     (row,) = restarts_of(tmp_path)
-    wait_for(lambda: has_rows(left[0], folder, row["from_step"] + 5), *(launcher.pid for launcher in left))
-    assert all(len(children(launcher.pid)) == 1 for launcher in left)
+    wait_for(lambda: has_rows(remaining[0], folder, row["from_step"] + 5), *(launcher.pid for launcher in remaining))
+    assert all(len(children(launcher.pid)) == 1 for launcher in remaining)
     spare.send_signal(signal.SIGINT)
-    assert [finish(launcher)[0] for launcher in left] == [130, 130]
+    assert [finish(launcher)[0] for launcher in remaining] == [130, 130]
     assert differences(folder, tmp_path) == []
 
 
@@ -121,8 +121,8 @@ def plans(nodes: tuple[int, int], *overrides: str, nproc: int | None = 1) -> Nod
 
 
 def test_the_most_nodes_for_which_a_plan_fits_are_taken() -> None:
-    found = plans((1, 4), "parallel.data=4")
-    used = {number: found.plan(number) for number in (1, 2, 3, 4)}
+    fitted = plans((1, 4), "parallel.data=4")
+    used = {number: fitted.plan(number) for number in (1, 2, 3, 4)}
     assert {number: nodes for number, (_, nodes) in used.items()} == {1: 1, 2: 2, 3: 2, 4: 4}
     assert [planned.config.parallel.data for planned, _ in used.values()] == [1, 2, 2, 4]
     assert {planned.config.train.global_batch_size for planned, _ in used.values()} == {4}

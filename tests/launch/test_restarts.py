@@ -131,9 +131,9 @@ def record(
 
 def make_restarts(folder: Path, **section: Any) -> Restarts:
     config = load_config(CONFIG, [f"launch.restarts={section!r}"])
-    found = Restarts(config, lambda: RunStart(folder, None, ()))
-    found.begin()
-    return found
+    restarts = Restarts(config, lambda: RunStart(folder, None, ()))
+    restarts.begin()
+    return restarts
 
 
 def follows(decider: Restarts, folder: Path, failure: FailureRecord | None, code: int = 1, **more: Any) -> bool:
@@ -224,7 +224,7 @@ def test_what_would_come_again_needs_a_way_back(tmp_path: Path, capsys: pytest.C
 def test_what_needs_a_restart_or_a_checkpoint_is_refused(keys: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         check_restart_keys(load_config(CONFIG, f"train.{keys}".split()))
-    assert all(each in str(error.value) for each in words), error.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_what_can_go_back_is_not_refused() -> None:

@@ -82,15 +82,16 @@ def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> No
 def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp_path: Path) -> None:
     run, steps = tmp_path / "run", ["parallel.data=1", "checkpoint.every=2", "train.steps=5"]
     assert launch(tmp_path, *steps)[0] == 0
-    rows, held = (run / "metrics.jsonl").read_bytes(), ["--resume", "--run-dir", "run", *steps, "train.steps=100000"]
+    rows = (run / "metrics.jsonl").read_bytes()
+    arguments = ["--resume", "--run-dir", "run", *steps, "train.steps=100000"]
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 6}\n')  # as if another attempt had gone on meanwhile
-    process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")
+    process = start([*LAUNCH, *arguments], tmp_path, TROUBLE="slow load")
     wait_for((tmp_path / "loading").exists, process.pid)
     (rank,) = children(process.pid)
     os.kill(rank, signal.SIGSTOP)  # else it has ended before the next launch looks
     os.kill(process.pid, signal.SIGKILL)
-    code, _, err = launch(tmp_path, *held[3:], "--resume")
+    code, _, err = launch(tmp_path, *arguments[3:], "--resume")
     assert (code, "the ranks of a launcher that was killed are still there" in err) == (2, True), err
     loaded = (tmp_path / "loading").stat().st_mtime + 2.0  # it has nothing left to load when it goes on
     wait_for(lambda: time.time() > loaded, os.getpid())
@@ -100,7 +101,7 @@ def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp
     assert not (run / "checkpoints" / "step-00000006").exists()
     finish(process)
     (tmp_path / "loading").unlink()
-    process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")  # a stop meanwhile leaves nothing unsaved
+    process = start([*LAUNCH, *arguments], tmp_path, TROUBLE="slow load")  # a stop meanwhile leaves nothing unsaved
     wait_for((tmp_path / "loading").exists, process.pid)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
@@ -141,10 +142,10 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     command = [*LAUNCH, "--resume", "--run-dir", "run", *steps, "data.num_workers=1"]
     process = start(command, tmp_path, new_python=True, **SLOW)
     wait_for(lambda: has_rows(process, run, saved + 2), process.pid)
-    told = [process.pid, *children(process.pid), *(pid for rank in children(process.pid) for pid in children(rank))]
-    assert len(told) >= 5  # also those that read data
+    pids = [process.pid, *children(process.pid), *(pid for rank in children(process.pid) for pid in children(rank))]
+    assert len(pids) >= 5  # also those that read data
     for signum in (signal.SIGUSR1, signal.SIGTERM):
-        for pid in told:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
     code, out, err = finish(process)

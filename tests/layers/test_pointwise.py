@@ -94,28 +94,28 @@ X = torch.randn(3, 7, IN, dtype=torch.float64, generator=torch.Generator().manua
 def test_every_pointwise_function_is_torchs_own(functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
     def body(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model = colossus.build(lambda: Pair(layers.Linear, split=True), context, dtype=torch.float64)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, function in functions.items():
             try:
-                found[name] = gradients(model, function, X)
+                results[name] = gradients(model, function, X)
             except ValueError as error:
-                found[name] = str(error)
+                results[name] = str(error)
                 continue
-            found[name] |= full_state_dict(model, context, gradients=True)
-        return full_state_dict(model, context), found
+            results[name] |= full_state_dict(model, context, gradients=True)
+        return full_state_dict(model, context), results
 
     ranks = run_ranks(2, body)
     twin = Pair(nn.Linear).double()
     twin.load_state_dict(ranks[0][0])
-    assert {name: value for _, found in ranks for name, value in found.items() if isinstance(value, str)} == {}
+    assert {name: value for _, results in ranks for name, value in results.items() if isinstance(value, str)} == {}
     for name, function in functions.items():
         want = gradients(twin, function, X)
         want |= {key: parameter.grad for key, parameter in twin.named_parameters() if parameter.grad is not None}
-        for _, found in ranks:
-            assert set(found[name]) == set(want)
+        for _, results in ranks:
+            assert set(results[name]) == set(want)
             for key, value in want.items():
                 torch.testing.assert_close(
-                    found[name][key], value, rtol=1e-9, atol=1e-11, msg=lambda m, what=(name, key): f"{what}: {m}"
+                    results[name][key], value, rtol=1e-9, atol=1e-11, msg=lambda m, what=(name, key): f"{what}: {m}"
                 )
 
 
@@ -154,17 +154,17 @@ HINTS = {"chunk": "dict(gate=n, value=n)", "view": "split_heads", "layer_norm": 
 def test_what_mixes_elements_draws_or_meets_a_plain_tensor_stays_refused() -> None:
     def body(context: ParallelContext) -> dict[str, str]:
         model: Any = colossus.build(lambda: Pair(layers.Linear, split=True), context)
-        told = {}
+        messages = {}
         for name, function in REFUSED.items():
             try:
                 function(model.up(X.float()))
-                told[name] = "nothing"
+                messages[name] = "nothing"
             except ValueError as error:
-                told[name] = str(error)
-        return told
+                messages[name] = str(error)
+        return messages
 
-    for told in run_ranks(2, body):
-        for name, message in told.items():
+    for messages in run_ranks(2, body):
+        for name, message in messages.items():
             assert message.startswith(name), (name, message)
             assert "to_whole" in message, (name, message)
             assert HINTS.get(name, "") in message, (name, message)

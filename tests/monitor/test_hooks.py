@@ -63,7 +63,7 @@ class Averages(Hook):
 
 
 @pytest.mark.parametrize(
-    ("hook", "told"),
+    ("hook", "message"),
     [
         (dict(type="EarlyStop", patience=0), "hooks.0.patience: must be at least 1, got 0"),
         (dict(type="EarlyStop", pateince=3), "did you mean hooks.0.patience?"),
@@ -78,14 +78,14 @@ class Averages(Hook):
         ("EarlyStopp", "Did you mean 'EarlyStop'?"),
     ],
 )
-def test_options_are_checked_when_a_config_is_read(hook: Any, told: str) -> None:
+def test_options_are_checked_when_a_config_is_read(hook: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(dict(hooks=[hook]))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("hook", "more", "told"),
+    ("hook", "more", "message"),
     [
         ("EarlyStop", {}, "hooks.0: EarlyStop needs 'validation_loss' of evaluations, but train.eval_every = 0"),
         (
@@ -97,7 +97,7 @@ def test_options_are_checked_when_a_config_is_read(hook: Any, told: str) -> None
     ],
 )
 def test_what_a_hook_needs_is_checked_before_a_launch(
-    hook: str, more: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    hook: str, more: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Missing(HOOK_OPTIONS.get("MLflow")):  # type: ignore[misc]
         package = "nowhere_to_be_found"
@@ -108,7 +108,7 @@ def test_what_a_hook_needs_is_checked_before_a_launch(
     config = load_config(dict(hooks=[hook], model=model, data="PythonStdlib", **more))
     with pytest.raises(ConfigError) as caught:
         check_required(config)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_callbacks_are_all_methods_of_a_hook() -> None:
@@ -159,10 +159,10 @@ def test_a_metric_that_is_not_there_is_an_error_at_the_first_evaluation() -> Non
 
 
 @pytest.mark.parametrize(
-    ("train", "told"), [({}, "train.eval_every = 0"), (dict(eval_every=1, validation=False), "no validation data")]
+    ("train", "message"), [({}, "train.eval_every = 0"), (dict(eval_every=1, validation=False), "no validation data")]
 )
-def test_a_loop_without_evaluations_is_told(train: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=f"EarlyStop needs 'validation_loss' of evaluations, but .*{told}"):
+def test_a_loop_without_evaluations_is_told(train: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"EarlyStop needs 'validation_loss' of evaluations, but .*{message}"):
         fit(FakeEngine(steps=1, **train), [EarlyStop()])
 
 
@@ -261,8 +261,8 @@ def test_a_tracker_that_fails_is_one_warning(where: str, tmp_path: Path, capfd: 
     engine = FakeEngine(steps=3)
     engine.checkpoints.on_save_after = {2}
     assert fit(engine, [Metrics(tmp_path / "m"), tracker]).steps == 3
-    told = "colossus: Breaks: ConnectionError: no network; rows may be missing, training continues\n"
-    assert capfd.readouterr().err == (told if where != "nowhere" else "")
+    warning = "colossus: Breaks: ConnectionError: no network; rows may be missing, training continues\n"
+    assert capfd.readouterr().err == (warning if where != "nowhere" else "")
     assert tracker.called == (["start"] if where == "start" else ["start", "write", "write", "write", "close True"])
 
 

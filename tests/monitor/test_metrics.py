@@ -97,8 +97,8 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
     fit(FakeEngine(steps=4), [Metrics(path)])
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(path)] == [1, 4]
-    told = f"colossus: rows are missing in {path} (is the disk full?); training continues\n"
-    assert capfd.readouterr().err == told
+    warning = f"colossus: rows are missing in {path} (is the disk full?); training continues\n"
+    assert capfd.readouterr().err == warning
 
 
 @pytest.mark.parametrize("removed", ["file", "folder"])

@@ -35,11 +35,11 @@ def _config(model: dict[str, Any] = MODEL, **sections: Any) -> Config:
 )
 def test_flops_are_those_that_utilisation_counts(model: dict[str, Any]) -> None:
     config = _config(model)
-    found = Estimator(H100).estimate(config)
+    estimate = Estimator(H100).estimate(config)
     expected = flops_per_token(config.model.spec())  # type: ignore[union-attr]
     assert expected is not None
-    assert found.flops == pytest.approx(expected * found.tokens)
-    assert found.tokens == 16 * model["seq_len"]
+    assert estimate.flops == pytest.approx(expected * estimate.tokens)
+    assert estimate.tokens == 16 * model["seq_len"]
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -54,10 +54,10 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_add_up(name: str, hardware: Hardware) -> None:
-    found = Estimator(hardware).estimate(_config(**PLANS[name]))
-    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
-    assert all(seconds > 0 for seconds in found.parts.values())
-    assert all(cost.exposed <= cost.seconds * (1 + 1e-9) for cost in found.axes.values())
+    estimate = Estimator(hardware).estimate(_config(**PLANS[name]))
+    assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds, rel=1e-6)
+    assert all(seconds > 0 for seconds in estimate.parts.values())
+    assert all(cost.exposed <= cost.seconds * (1 + 1e-9) for cost in estimate.axes.values())
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
     smallest = min(plan.memory.fullest.total for plan in every)
     for memory in (hardware.memory_bytes, smallest):
         best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
-        found = search(config, hardware, devices=4, memory=memory)
-        assert found.plans[0].seconds <= 1.1 * best, memory / smallest
-        assert all(plan.memory.fullest.total <= memory for plan in found.plans)
+        result = search(config, hardware, devices=4, memory=memory)
+        assert result.plans[0].seconds <= 1.1 * best, memory / smallest
+        assert all(plan.memory.fullest.total <= memory for plan in result.plans)
     again = search(config, hardware, devices=4, memory=smallest, top=1)
-    assert again.plans[0].overrides == found.plans[0].overrides
+    assert again.plans[0].overrides == result.plans[0].overrides
 
 
 def test_the_plan_that_most_people_run_is_found() -> None:
     """Llama 3 70B on 64 devices of 80 GB: weights that stay for a step do not fit, those of two blocks do."""
     config = load_config(run_of(LLAMA_70B, layers=80, data=64, zero=3))
     alone = dict(tensor=1, sequence=1, pipeline=1)
-    found = search(config, FromDataSheet("h100"), devices=64, hosts=8, memory=80e9, keep=alone)
-    parallel = found.plans[0].config.parallel
+    result = search(config, FromDataSheet("h100"), devices=64, hosts=8, memory=80e9, keep=alone)
+    parallel = result.plans[0].config.parallel
     assert (parallel.data, parallel.zero.stage, parallel.tensor.weights) == (64, 3, "matmul")
-    assert found.plans[0].config.train.activation_checkpoint.type == "full"
-    assert 44e9 < found.plans[0].memory.fullest.total < 46e9
+    assert result.plans[0].config.train.activation_checkpoint.type == "full"
+    assert 44e9 < result.plans[0].memory.fullest.total < 46e9

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.measured_ranks import Measured, measured_ranks
 from helpers.plan_cases import CASES, FOUR, MB2, MB4, MORE_CASES, Case, Spare, config_of_case
+from helpers.real_sizes import LLAMA_70B, TOKENS_SPLIT, run_of
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -45,7 +46,7 @@ LEAST = {"3d": 0.93}
 def _compare(world: int, cases: dict[str, Case]) -> None:
     configs = [config_of_case(case) for case in cases.values()]
     resolved = [load_config(config, nproc=world) for config in configs]
-    counted = [fake_steps(config) for config in resolved]
+    counted = [fake_steps(config, on_cpu=True) for config in resolved]
     measured = measured_ranks(world, configs)
     problems = []
     for number, (name, steps) in enumerate(zip(cases, counted, strict=True)):
@@ -67,13 +68,13 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
 
 def _missed(memory: RankMemory, real: Measured, most: float) -> list[str]:
     """Stored bytes to the byte, peaks within 5 %."""
-    stored, held = memory.stored, vars(real.stored)
+    stored, counted = memory.stored, vars(real.stored)
     ours = {"weights": stored.weights, "gradients": stored.gradients_between, "optimizer": stored.optimizer}
-    found = [f"{kind}: {ours[kind]} predicted, {held[kind]} held" for kind in ours if ours[kind] != held[kind]]
+    problems = [f"{kind}: {ours[kind]} predicted, {counted[kind]} held" for kind in ours if ours[kind] != counted[kind]]
     ratio = memory.total / real.peak
     if not 0.95 <= ratio <= most:
-        found.append(f"peak: {memory.total} predicted, {real.peak} allocated, {ratio:.3f}")
-    return found
+        problems.append(f"peak: {memory.total} predicted, {real.peak} allocated, {ratio:.3f}")
+    return problems
 
 
 def test_a_step_without_values_is_that_of_real_ranks() -> None:
@@ -99,30 +100,9 @@ def test_steps_of_eight_ranks_without_values() -> None:
     _compare(8, EIGHT)
 
 
-class Tokens(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        ids = torch.zeros(8192, dtype=torch.int64)
-        return {"inputs": ids, "labels": ids}
-
-
-def llama_70b(layers: int, **plan: Any) -> dict[str, Any]:
-    """Of Llama 3's widths, under a plan of 4,096 ranks."""
-    sizes = dict(hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672, vocab_size=128256, seq_len=8192)
-    return dict(
-        parallel=dict(data=64, pipeline=8, tensor=dict(size=8, sequence_sharded=True), **plan),
-        model=dict(type="Llama", num_layers=layers, tie_embeddings=False, **sizes),
-        optimizer=dict(type="AdamW", lr=1e-4),
-        schedule=dict(type="1f1b", microbatches=2),
-        train=dict(global_batch_size=128, precision="bf16", steps=4),
-        data=Tokens(),
-    )
-
-
 def _of_thousands(layers: int, place: int, **plan: Any) -> RankStep:
-    config = load_config(llama_70b(layers, **plan))
+    run = run_of(LLAMA_70B, layers=layers, microbatches=2, data=64, pipeline=8, tensor=TOKENS_SPLIT, **plan)
+    config = load_config(run)
     (step,) = fake_steps(config, ranks_of_pipeline(config, [place]))
     assert step.rank == place * 512
     sent, tokens = step.moved["send", "pipeline"], 8192 // 8
@@ -152,7 +132,7 @@ def test_nothing_is_left_behind() -> None:
     gc.collect()
     assert not dist.is_initialized()
     assert dist.all_gather_object is gather
-    assert not [each for each in gc.get_objects() if issubclass(type(each), FakeTensor)]
+    assert not [thing for thing in gc.get_objects() if issubclass(type(thing), FakeTensor)]
     assert not isinstance(torch.ones(2), FakeTensor)
 
 

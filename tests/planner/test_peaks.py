@@ -20,7 +20,7 @@ def test_predicted_peaks_are_those_of_the_engine(name: str) -> None:
     config = load_config(REAL_SIZES[name])
     predicted = predict_memory(config)
     places = sorted({0, predicted.fullest.rank, len(predicted.ranks) - 1})
-    for step in fake_steps(config, ranks_of_pipeline(config, places), on_cpu=False):
+    for step in fake_steps(config, ranks_of_pipeline(config, places)):
         rank = predicted.ranks[step.pipeline_rank]
         stored = rank.stored
         assert (stored.weights, stored.gradients_between, stored.optimizer) == (

@@ -104,22 +104,22 @@ def cases() -> list[Case]:
         "heads": ((numbers(1, HEADS, TOKENS, MEMORY) > 0) | first,),
         "samples and heads": (numbers(BATCH, HEADS, TOKENS, MEMORY),),
     }
-    found = [
+    every = [
         Case(f"cross-attention, mask of {name}", lambda: Cross(Ours), lambda: Cross(Plain), (x, memory, *mask))
         for name, mask in masks.items()
     ]
-    found.append(Case("learned bias", lambda: Cross(Ours, True), lambda: Cross(Plain, True), (x, memory)))
+    every.append(Case("learned bias", lambda: Cross(Ours, True), lambda: Cross(Plain, True), (x, memory)))
     for norm, plain in ((nn.RMSNorm, nn.RMSNorm), (layers.RMSNorm, nn.RMSNorm), (layers.LayerNorm, nn.LayerNorm)):
         ours, twin = partial(AsHuggingFace, Ours, norm), partial(AsHuggingFace, Plain, plain)
-        found.append(Case(f"normalized by {norm.__module__}.{norm.__name__}", ours, twin, (x,)))
-    return found
+        every.append(Case(f"normalized by {norm.__module__}.{norm.__name__}", ours, twin, (x,)))
+    return every
 
 
 @pytest.mark.rest("1d", "3d_2x1x2", "2d_2x3")
 @pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d_2x3", "3d_2x1x2", *long("2d", "2.5d_depth2", "3d")])
 def test_attention_written_by_hand(mode: str) -> None:
-    for rank, found in enumerate(MODES[mode].run(compare_all, cases(), [torch.float64], timeout=120)):
-        assert not found, f"rank {rank}: " + "\n".join(found[:20])
+    for rank, problems in enumerate(MODES[mode].run(compare_all, cases(), [torch.float64], timeout=120)):
+        assert not problems, f"rank {rank}: " + "\n".join(problems[:20])
 
 
 def test_without_a_plan_heads_are_plain_tensors() -> None:
@@ -179,17 +179,17 @@ class Pair(nn.Module):
 def test_what_would_be_wrong_on_some_heads_is_refused() -> None:
     def body(context: ParallelContext) -> dict[str, str]:
         model: Any = colossus.build(Pair, context)
-        told = {}
+        messages = {}
         for name, (act, _) in REFUSED.items():
             try:
                 act(model, model.up(X))
-                told[name] = "nothing"
+                messages[name] = "nothing"
             except ValueError as error:
-                told[name] = str(error)
-        return told
+                messages[name] = str(error)
+        return messages
 
-    for told in run_ranks(2, body):
-        assert not {name: words for name, words in told.items() if not re.search(REFUSED[name][1], words)}
+    for messages in run_ranks(2, body):
+        assert not {name: words for name, words in messages.items() if not re.search(REFUSED[name][1], words)}
 
 
 def test_split_tokens_are_no_heads() -> None:

@@ -192,7 +192,7 @@ def _unrecorded() -> AbstractContextManager[object]:
 def _by_collective(
     members: Iterable[PlacedParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
 ) -> Iterator[tuple[AxisGroup, list[nn.Parameter], Dtypes]]:
-    """Yield parameters that travel together: of the same ranks and dtypes, as many as fit in one message."""
+    """Yield parameters that travel together: of the same ranks and dtypes, as many as `flat_limit` allows."""
     kinds: dict[tuple[AxisGroup, Dtypes, bool], list[nn.Parameter]] = {}
     for member in members:
         param = member.param
@@ -200,7 +200,7 @@ def _by_collective(
         kinds.setdefault((group_of(param), dtypes, param.requires_grad), []).append(param)
     for (group, dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
-        limit = shared_memory.message_limit(params[0].device)
+        limit = shared_memory.flat_limit(params[0].device)
         chunk: list[nn.Parameter] = []
         size = 0
         for param in params:
