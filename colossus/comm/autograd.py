@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from colossus import torch_versions
+from colossus.comm.kept_results import KeptResults, keeps_results
 from colossus.error_place import located_error
 
 P = ParamSpec("P")
@@ -28,14 +30,17 @@ _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 def is_recorded() -> bool:
     """Return whether a compiler or a dispatch mode is tracing or recording tensor operations.
 
-    Fake tensors among fake ranks do not count: collectives take the same way there as those of real ranks.
+    Selective activation checkpointing does not count, since it records no operation inside of a collective. Fake
+    tensors among fake ranks do not count: collectives take the same way there as those of real ranks.
     """
     if torch.compiler.is_compiling():
         return True
-    num_modes = torch._C._len_torch_dispatch_stack()
-    if num_modes == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, KeptResults)]
+    if len(modes) == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
         return not (dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE)
-    return num_modes > 0
+    return bool(modes)
 
 
 def is_hooked() -> bool:
@@ -49,17 +54,18 @@ def is_recomputation() -> bool:
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save tensors as ``ctx.save_for_backward`` does; in a recomputation, pack them at once.
+    """Save tensors as ``ctx.save_for_backward`` does; under activation checkpointing, pack them at once.
 
     torch packs what a forward saves when that forward has returned. Non-reentrant activation checkpointing
     (`torch.utils.checkpoint`) ends a recomputation as soon as the last tensor that backward needs is packed. Packing
     at once therefore skips the matmul and the collective that come after the call and whose result nobody needs.
 
-    The first forward calls ``ctx.save_for_backward`` and costs nothing more. Both passes save the same tensors in the
-    same order. torch 2.11 cannot pack early: there a recomputation runs to its end.
+    Under selective checkpointing the first pass does the same, so that `KeptResults` sees which results come after the
+    last packed tensor. Else it calls ``ctx.save_for_backward`` and costs nothing more. Both passes save the same
+    tensors in the same order. torch 2.11 cannot pack early: there a recomputation runs to its end.
     """
     make = torch_versions.make_saved_tensor
-    if not is_recomputation() or make is None or not is_hooked():
+    if not (is_recomputation() or keeps_results()) or make is None or not is_hooked():
         ctx.save_for_backward(*tensors)
         return
     ctx.saved_early = [None if tensor is None else make(tensor, is_output=False) for tensor in tensors]

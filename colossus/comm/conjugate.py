@@ -24,6 +24,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
+from colossus.comm.kept_results import kept
 from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 
@@ -87,8 +88,13 @@ class _Conjugate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int) -> Tensor:
         ctx.move = backward, group, dim, to_dim
-        out = start(forward, x, group, dim, to_dim).wait()
-        return out.view_as(out) if out is x else not_a_view(out)
+
+        def move() -> Tensor:
+            return not_a_view(start(forward, x, group, dim, to_dim).wait())
+
+        if forward == "identity":
+            return x.view_as(x)
+        return move() if forward in ("slice", "pad") else kept(f"a collective ({forward})", move)
 
     @staticmethod
     @first_order

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.comm.kept_results import kept, products_without_values
 from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling, default_norm_eps
 from colossus.layers.dropout import Dropout
@@ -118,7 +119,8 @@ class Attention(Layer):
             )
         require_sequences(x)
         inner = self.parallel.regions.inner
-        outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
+        with products_without_values(self._only_exchanges_product()):
+            outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
         norms = self.q_norm, self.k_norm, None
         query, key, value = (self._heads(output, norm) for output, norm in zip(outputs, norms, strict=True))
         cache = self.parallel.batch_info.cache
@@ -151,6 +153,12 @@ class Attention(Layer):
         y: Tensor = call(self.out, merged, self.parallel)
         return y
 
+    def _only_exchanges_product(self) -> bool:
+        """Return whether nothing saves queries, keys and values before an exchange of heads (Ulysses)."""
+        sequence = self.parallel.sequence
+        is_plain = type(self.qkv) is Linear and not self.qkv._forward_hooks and self.q_norm is None
+        return sequence is not None and sequence.ulysses.size > 1 and is_plain
+
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Return the positions of this rank's tokens in the sequence, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
@@ -163,7 +171,8 @@ class Attention(Layer):
         """Return the documents of the samples and tokens that this rank computes."""
         user = self.parallel.regions.whole
         source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
-        return run(MovePlan.of(moves(source, target), self.context).forward, documents).wait()
+        plan = MovePlan.of(moves(source, target), self.context)
+        return kept("the documents of tokens", lambda: run(plan.forward, documents).wait())
 
     def _attend_over_sequence_ranks(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order, is_recomputation
+from colossus.comm.kept_results import kept
 from colossus.construct.initial_values import Constant
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
@@ -216,7 +217,8 @@ def _statistics(x: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
     own_mean = x.mean(dims)
     own_square = (x - _channels(own_mean, x.dim())).square_().sum(dims)  # torch.var_mean takes many times as long
     own_count = own_mean.new_full((1,), x.numel() // x.shape[1])
-    gathered = collectives.all_gather(torch.cat((own_mean, own_square, own_count))[None], group).wait()
+    own = torch.cat((own_mean, own_square, own_count))[None]
+    gathered = kept("the statistics of a batch", lambda: collectives.all_gather(own, group).wait())
     means, squares, counts = gathered.split((len(own_mean), len(own_mean), 1), dim=1)
     count = counts.sum(0)
     mean = (means * counts).sum(0) / count

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from colossus.comm import accounting
+from colossus.comm.kept_results import KeptResults
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
@@ -43,7 +41,9 @@ def recompute(
     Args:
         function: its arguments are nests of anything; tensors in them that torch's pytree finds are saved for backward.
         context: its random streams are set back for the recomputation.
-        kind: ``full`` keeps only the inputs; ``selective`` also keeps matmuls, attention and collectives.
+        kind: ``full`` keeps only the inputs; ``selective`` also keeps the results of products, attention and
+            collectives, so that it repeats none of them, and no more bytes than without checkpointing. Of a distributed
+            product it keeps the result alone. See the note in `colossus.comm.kept_results`.
         preserve_rng_state: also set back the global generators of torch, Python and numpy. False is faster, and right
             for a function that draws only from the context's streams.
         title: name of the function in errors.
@@ -60,8 +60,7 @@ def recompute(
     devices = {torch.device("cpu"), context.device} if preserve_rng_state else ()
     global_rng = GlobalRng(tuple(devices), torch_only=not preserve_rng_state)
     state = global_rng.get_state()
-    selective = kind == "selective"
-    first, repeated = _keeping() if selective else (nullcontext(), nullcontext())
+    results = KeptResults(is_unit) if kind == "selective" else None
     is_first = True
 
     def run(*tensors: Tensor) -> Any:
@@ -69,11 +68,10 @@ def recompute(
         arguments = rebuild(tensors)
         if is_first:
             is_first = False
-            with first:
+            with results.first_pass() if results else nullcontext():
                 return function(*arguments)
-        # "selective" keeps the results of collectives, so nothing is sent
-        counting = accounting.paused() if selective else nullcontext()
-        with counting, rng.replay(position), global_rng.preserved(), repeated:
+        again = results.recomputation() if results else nullcontext()
+        with rng.replay(position), global_rng.preserved(), again:
             global_rng.set_state(state)
             return function(*arguments)
 
@@ -221,11 +219,11 @@ def _copied_buffers(module: nn.Module, names: list[str], copies: dict[str, Tenso
             del copies[name]
 
 
-# -- results that selective keeps -------------------------------------------------------------------------------
+# -- what selective keeps ---------------------------------------------------------------------------------------
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-#: operations whose results ``selective`` keeps: matmuls, convolutions, attention and collectives
-SAVED = {
+#: operators of torch whose results ``selective`` keeps: products, convolutions, attention, and a user's own collectives
+UNITS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -247,47 +245,12 @@ SAVED = {
 }
 
 
-def _keeping() -> tuple[_KeptOnly, _KeptOnly]:
-    """Return the modes in which a first pass and its recomputations run."""
-    keep, reuse = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    return _KeptOnly(keep), _KeptOnly(reuse, gives_back=True)
-
-
-class _KeptOnly(TorchDispatchMode):
-    """One of torch's pair of modes, which sees only operations whose results are kept.
-
-    A recomputation may run more of the other operations than the first pass did, which torch refuses: lookups in tables
-    do, since they serve the other ranks, too.
-    """
-
-    def __init__(self, mode: Any, *, gives_back: bool = False) -> None:
-        super().__init__()
-        self._mode, self._gives_back = mode, gives_back
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not is_kept(func, args):
-            return func(*args, **(kwargs or {}))
-        try:
-            return self._mode.__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError as error:
-            if not self._gives_back:
-                raise
-            raise located_error(
-                f"selective activation checkpointing keeps the result of {func} for one backward, and nothing may "
-                f"change it in place ({error}): use nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, "
-                f"nn.GRU and nn.RNN change it themselves, and retain_graph=True runs backward twice: both work with "
-                f"type 'full'"
-            ) from error
-
-
-def is_kept(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether selective keeps a result: that of `SAVED`, except attention with dropout.
+def is_unit(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether selective keeps the result of an operator: one of `UNITS`, except attention with dropout.
 
     A draw that is not repeated would shift the draws after it.
     """
-    if func not in SAVED:
+    if func not in UNITS:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.kept_results import kept
 from colossus.construct.initial_values import Normal, ZeroRow
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
@@ -128,11 +129,14 @@ class Embedding(Layer):
         user = self.parallel.regions.whole.rows()
         w = MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context)
         y = MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context)
+        stored, gathered = (self.context.size(layout.dims[0]) for layout in (sharding.weight, sharding.gathered_weight))
+        (num_stored, _) = sharding.weight.chunk((self.num_embeddings, self.embedding_dim), self.context.grid.sizes)
         return _LookupPlans(
             ids=MovePlan.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
             w=w,
             y=y,
             groups=groups_of(w, y),
+            num_rows=num_stored * stored // gathered,
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
@@ -147,12 +151,13 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 
 class _LookupPlans(NamedTuple):
-    """The moves of ids, table and rows, the groups of the last two, and the index of this rank's vocabulary shard."""
+    """The moves of ids, table and rows, the groups of the last two, the rows and index of a rank's vocabulary shard."""
 
     ids: tuple[BoundMove, ...]
     w: MovePlan
     y: MovePlan
     groups: tuple[AxisGroup, ...]
+    num_rows: int
     vocabulary_shard: int
 
 
@@ -176,17 +181,20 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plans: _LookupPlans, parallel: ModelParallel
     ) -> Tensor:
         note_weight(plans.groups, weight)
-        dtype = activation_dtype(weight, parallel.context.precision)
-        gathered = parallel.weights.gather(weight, plans.w, dtype).wait()
-        local = ids - plans.vocabulary_shard * gathered.shape[0]
-        elsewhere = (local < 0) | (local >= gathered.shape[0])
+        local = ids - plans.vocabulary_shard * plans.num_rows
+        elsewhere = (local < 0) | (local >= plans.num_rows)
         local.masked_fill_(elsewhere, 0)
-        out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        if padding_idx is not None:
-            elsewhere = elsewhere | (ids == padding_idx)  # its row is looked up, but gets no gradient
-        save_for_backward(ctx, local, elsewhere)
-        ctx.num_rows, ctx.plans, ctx.weights, ctx.parameter = gathered.shape[0], plans, parallel.weights, weight
-        return not_a_view(run(plans.y.forward, out, owned=True).wait())
+        # the row of padding is looked up, but gets no gradient
+        save_for_backward(ctx, local, elsewhere if padding_idx is None else elsewhere | (ids == padding_idx))
+        ctx.plans, ctx.weights, ctx.parameter = plans, parallel.weights, weight
+        dtype = activation_dtype(weight, parallel.context.precision)
+
+        def compute() -> Tensor:
+            gathered = parallel.weights.gather(weight, plans.w, dtype).wait()
+            rows = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+            return not_a_view(run(plans.y.forward, rows, owned=True).wait())
+
+        return kept("a lookup", compute)
 
     @staticmethod
     @first_order
@@ -197,7 +205,7 @@ class _Lookup(torch.autograd.Function):
         note_weight(plans.groups, weight)
         # a word's gradients are summed in the dtype of weight.grad
         dy = run(plans.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
+        gradient = torch.ops.aten.embedding_dense_backward(dy, local, plans.num_rows, -1, False)
         dw = ctx.weights.reduce(weight, gradient, plans.w)
         return None, dw.wait() if dw else None, None, None, None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from colossus.comm import uneven
 from colossus.comm.autograd import first_order
+from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 
 
@@ -51,7 +52,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: uneven.Lengths, group: AxisGroup) -> Tensor:
         ctx.exchange = lengths, group
-        return uneven.all_to_all(x.contiguous(), lengths, group, what="tokens").wait()
+        rows = x.contiguous()
+        return kept("an exchange of tokens", lambda: uneven.all_to_all(rows, lengths, group, what="tokens").wait())
 
     @staticmethod
     @first_order
@@ -95,7 +97,7 @@ def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, 
         The rows [received, h], sorted by expert and then by rank; the number of rows of each of this rank's experts;
         and a function that sends one row for each of them back to its rank.
     """
-    lengths, received = agree(rows, counts, group)
+    lengths, received = kept("the lengths of an exchange", lambda: agree(rows, counts, group))
     expert_of = torch.arange(received.shape[1]).repeat(group.size)
     expert_of = expert_of.repeat_interleave(received.flatten(), output_size=sum(lengths.received))
     order = expert_of.argsort(stable=True).to(rows.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
+from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
@@ -75,7 +76,10 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
         _check(shard, labels, labels)
-    own = labels if rows == user_rows else run(MovePlan.of(moves(user_rows, rows), context).forward, labels).wait()
+    own = labels
+    if rows != user_rows:
+        plan = MovePlan.of(moves(user_rows, rows), context)
+        own = kept("the labels of tokens", lambda: run(plan.forward, labels).wait())
     _check(shard, labels, own)
     group = context.group(activation.features)
     width = shard.shape[-1]
@@ -101,7 +105,7 @@ class _UserSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, group: AxisGroup, shared_by: int) -> Tensor:
-        return collectives.all_reduce(total, group).wait() / shared_by
+        return kept("the sum of a loss", lambda: collectives.all_reduce(total, group).wait() / shared_by)
 
     @staticmethod
     @first_order
@@ -202,9 +206,10 @@ class _CrossEntropy(torch.autograd.Function):
             maximum = logits.new_full((logits.shape[0],), float("-inf"))
             exponentials, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
         rows = [maximum, exponentials, target] + ([columns.sum(-1)] if smoothing else [])
-        by_rank = torch.stack(rows).unsqueeze(0)
-        if split.group is not None:
-            by_rank = collectives.all_gather(by_rank, split.group).wait()
+        own, vocabulary_ranks = torch.stack(rows).unsqueeze(0), split.group
+        by_rank = own
+        if vocabulary_ranks is not None:
+            by_rank = kept("the sums of logits", lambda: collectives.all_gather(own, vocabulary_ranks).wait())
         highest = by_rank[:, 0].amax(0)
         log_sum = highest + (by_rank[:, 1] * (by_rank[:, 0] - highest).exp()).sum(0).log()
         loss = log_sum - by_rank[:, 2].sum(0)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.arithmetic import not_a_multiple
+from colossus.comm.kept_results import products_without_values
 from colossus.construct.initial_values import torch_linear
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
@@ -196,7 +197,9 @@ class Experts(Layer):
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sizes = group_sizes(counts, x, self.gate)
             gate, up = grouped_product(x, self.gate, sizes), grouped_product(x, self.up, sizes)
-            return grouped_product(F.silu(gate) * up, self.down, sizes)
+            # an exchange of rows reads this product, and nothing else does
+            with products_without_values(self.group.size > 1):
+                return grouped_product(F.silu(gate) * up, self.down, sizes)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), gate and up {spec_of(self.gate).layout}"

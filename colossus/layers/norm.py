@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
+from colossus.comm.kept_results import kept
 from colossus.construct.initial_values import Constant
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
@@ -211,7 +212,7 @@ class _SplitNorm(torch.autograd.Function):
             own_mean = x.mean(dims, keepdim=True)
             y = x - own_mean  # torch.var_mean takes ten times as long
             own = torch.stack((own_mean, _mean_square(y, dims))).unsqueeze(0)
-            gathered = collectives.all_gather(own, group).wait()
+            gathered = kept("the means of a norm", lambda: collectives.all_gather(own, group).wait())
             means, squares = gathered[:, 0], gathered[:, 1]
             mean = means.mean(0)
             variance = squares.mean(0) + (means - mean).square_().mean(0)
@@ -219,7 +220,9 @@ class _SplitNorm(torch.autograd.Function):
             y.add_(own_mean - mean).mul_(scale)
         else:
             mean = None
-            square = collectives.all_reduce(_mean_square(x, dims), group, owned=True).wait() / group.size
+            own = _mean_square(x, dims)
+            total = kept("the mean square of a norm", lambda: collectives.all_reduce(own, group, owned=True).wait())
+            square = total / group.size
             scale = (square + eps).rsqrt_()
             y = x * scale
         if weight is not None:

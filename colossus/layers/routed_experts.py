@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.comm.kept_results import products_without_values
 from colossus.construct.initial_values import torch_linear
 from colossus.context.groups import AxisGroup
 from colossus.layers.grouped_matmul import group_sizes, grouped_product
@@ -70,7 +71,10 @@ class RoutedExperts(Layer):
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sizes = group_sizes(counts, x, self.gate_up_proj)
-            return grouped_product(self.gated(grouped_product(x, self.gate_up_proj, sizes)), self.down_proj, sizes)
+            inner = self.gated(grouped_product(x, self.gate_up_proj, sizes))
+            # an exchange of rows reads this product, and nothing else does
+            with products_without_values(self.group.size > 1):
+                return grouped_product(inner, self.down_proj, sizes)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), {spec_of(self.down_proj).layout}"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.kept_results import kept
 from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
@@ -103,7 +104,7 @@ class Router(Layer):
         balance = z = logits.new_zeros(())
         if self.aux_loss:
             group = self.context.group(self.parallel.regions.whole.shard_axes)
-            chosen = collectives.all_reduce(counts, group, what="choices").wait()
+            chosen = kept("a router's choices", lambda: collectives.all_reduce(counts, group, what="choices").wait())
             share = chosen / chosen.sum()
             balance = self.aux_loss * self.num_experts * (share * probabilities.sum(0)).sum()
         if self.z_loss:

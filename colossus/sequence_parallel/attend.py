@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.conjugate import conjugate
+from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.sequence_parallel.ring_attention import ring_attention
@@ -55,7 +56,8 @@ def attend(
     """
     q, k, v = _to_heads(q, k, v, ulysses)
     if documents is not None:
-        documents = collectives.all_gather(documents, ulysses, dim=1).wait()
+        own = documents
+        documents = kept("the documents of tokens", lambda: collectives.all_gather(own, ulysses, dim=1).wait())
     if ring.size > 1 or documents is not None:
         out = ring_attention(q, k, v, ring, causal=causal, documents=documents, scale=scale)
     else:

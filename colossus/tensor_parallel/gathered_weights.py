@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
+from colossus.comm.kept_results import kept
 from colossus.comm.pending import Pending, Ready
 from colossus.context.precision import Precision
 from colossus.layout.parameter_hooks import user_hooks
@@ -133,15 +134,19 @@ class GatheredWeights:
     def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
         """Return the weight for a product: its shard, cast and moved by ``plan.forward``, or the gathered one."""
         changes = bool(plan.forward) or dtype != weight.dtype
-        # under selective checkpointing the recorder keeps the gathered weight, and returns it
-        if not (self._in_step and self.scope == "step" and changes) or is_recorded():
-            return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype)
+        if not changes:
+            return Ready(weight)
+        if not (self._in_step and self.scope == "step") or is_recorded():
+            return Ready(kept("a gathered weight", lambda: self._moved(weight, plan, dtype)))
         entry, state = self._gathered.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
         if entry is None or entry.state != state:
-            gathered = run(plan.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
+            gathered = self._moved(weight.detach(), plan, dtype)
             gradient = None if entry is None else entry.gradient
             entry = self._gathered[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
         return Ready(entry.gathered)
+
+    def _moved(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Tensor:
+        return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype).wait()
 
     def reduce(self, weight: Tensor, gradient: Tensor, plan: MovePlan) -> Pending | None:
         """Return the rank's shard of a weight's gradient, from the wgrad of one product; None if it comes later.

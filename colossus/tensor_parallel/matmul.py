@@ -21,6 +21,7 @@ from torch import Tensor
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
@@ -122,8 +123,9 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
         note_weight(plans.groups, weight)
         gather = plans.x.forward
-        if plans.keep:
-            x, gather = run(gather, x).wait(), ()
+        if plans.keep and gather:
+            stored, moves = x, gather
+            x, gather = kept("a gathered input", lambda: run(moves, stored).wait()), ()
         # under autocast x has the dtype of the product; without it torch refuses mixed dtypes
         dtype = weight.dtype if product_dtype(x) is None else x.dtype
         w_gathered = plans.weights.gather(weight, plans.w, dtype).wait() if plans.weights.keeps else None
@@ -132,11 +134,14 @@ class _Matmul(torch.autograd.Function):
         w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
         save_for_backward(ctx, x_saved, w_saved)
         ctx.plans, ctx.parameter = plans, weight  # not saved for backward: checkpointing would return a copy
-        if w_gathered is None:
-            w_gathered = plans.weights.gather(weight, plans.w, dtype).wait()
-        local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
-        y = product(run(gather, x).wait(), w_gathered, local_bias)
-        return not_a_view(run(plans.y.forward, y, owned=True).wait())
+
+        def compute() -> Tensor:
+            w = plans.weights.gather(weight, plans.w, dtype).wait() if w_gathered is None else w_gathered
+            local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
+            y = product(run(gather, x).wait(), w, local_bias)
+            return not_a_view(run(plans.y.forward, y, owned=True).wait())
+
+        return kept("a distributed product", compute, is_product=True)
 
     @staticmethod
     @first_order

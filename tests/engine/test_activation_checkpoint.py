@@ -22,7 +22,7 @@ from colossus import layers
 from colossus.config import ConfigError
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
-from colossus.layers.checkpointing import is_kept
+from colossus.layers.checkpointing import is_unit
 
 KINDS: list[Any] = [
     "full",
@@ -241,8 +241,8 @@ def test_selective_keeps_attention_unless_it_drops() -> None:
         (aten._scaled_dot_product_efficient_attention.default, (None, True)),
         (aten._scaled_dot_product_cudnn_attention.default, (None, True)),
     ):
-        assert [is_kept(func, (q, q, q, *more, *rate)) for rate in ((), (0.0,), (0.1,))] == [True, True, False]
-    assert not is_kept(aten.relu.default, (q,))
+        assert [is_unit(func, (q, q, q, *more, *rate)) for rate in ((), (0.0,), (0.1,))] == [True, True, False]
+    assert not is_unit(aten.relu.default, (q,))
 
 
 # -- what is held -----------------------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ def held_after_forward(recompute: Any, dropout: float = 0.0) -> float:
 #: what a block keeps for each token, in features: of its two norms the inputs, outputs, means and deviations, query,
 #: key and value, what attention returns with its log-sum-exp, what gelu takes and returns
 ALL = 2 * (1 + 1 + 2 / HIDDEN) + 3 + 1 + HEADS / HIDDEN + 4 + 4
-#: its input, and the results of its four products and of attention
-PRODUCTS = 1 + 3 + 1 + HEADS / HIDDEN + 1 + 4 + 1
+#: its input, and the results of attention and of its products but the last, which no recomputation needs
+PRODUCTS = 1 + 3 + 1 + HEADS / HIDDEN + 1 + 4
 #: the input of the first block is there anyway
 GIVEN = 1 / BLOCKS
 
