@@ -157,8 +157,10 @@ class GatheredWeights:
         if is_recorded() or id(weight) not in self._gathered or user_hooks(weight):
             return reduce_wgrad(weight, gradient, plan, self._precision)
         entry = self._gathered[id(weight)]
-        gradient = gradient.to(gradient_dtype(weight))
-        entry.gradient = gradient if entry.gradient is None else entry.gradient.add_(gradient)
+        if entry.gradient is None:
+            entry.gradient = gradient.to(gradient_dtype(weight))
+        else:  # in one pass on accelerators, which widen each number as they add it
+            entry.gradient.add_(gradient)
         if not self._is_last:
             return None
         total, entry.gradient = entry.gradient, None
