@@ -27,7 +27,7 @@ from colossus.context.groups import AxisGroup
 
 #: a function that writes a flat tensor
 Fill = Callable[[Tensor], object]
-#: a function that reads flat tensors, which are valid during the call only
+#: a function that reads tensors, which are valid during the call only
 Take = Callable[[list[Tensor]], None]
 
 
@@ -157,15 +157,19 @@ def gather_filled(
 ) -> Pending:
     """Start an all-gather of a flat tensor of ``size`` elements that ``fill`` writes.
 
-    ``wait()`` calls ``take`` with the tensors of all ranks, in group order; its own result has no meaning.
+    ``wait()`` calls ``take`` with tensors of shape [ranks, size], of all ranks in group order: one of all ranks, or
+    through shared memory one of each. Its own result has no meaning.
     """
     x = torch.empty(size, dtype=dtype, device=device)
     channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
     if channel is not None:
         entry = collectives.record("all_gather", x, group)
-        return Pending(channel.start_filled(x.shape, dtype, fill, lambda shards: _take(take, shards)), entry)
+        start = channel.start_filled(
+            x.shape, dtype, fill, lambda shards: _take(take, [shard.view(1, size) for shard in shards])
+        )
+        return Pending(start, entry)
     fill(x)
-    return collectives.all_gather(x, group).then(lambda whole: _take(take, list(whole.split(size))))
+    return collectives.all_gather(x, group).then(lambda whole: _take(take, [whole.view(group.size, size)]))
 
 
 def reduce_scatter_filled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,14 +45,20 @@ class Piece:
         first = min(rank * self.width, self.count)
         return first, min(self.width, self.count - first)
 
+    def over(self, first: int, ranks: int) -> tuple[int, int]:
+        """Return how many of consecutive ranks have parts without padding, and the elements of the next one's part."""
+        count = min(max(self.count - first * self.width, 0), ranks * self.width)
+        return divmod(count, self.width) if count else (0, 0)
+
 
 class RowLayout:
     """The rows of each logical shard, cut over ``ranks``: equally many on each rank, fewer on the last.
 
+    Ranks with equally many rows are copied at once: the number of copies does not depend on the number of ranks.
+
     Attributes:
         pieces: the shards, in the order of a rank's flat rows.
         size: the elements of a rank's flat rows, with padding.
-        splits: for each rank, the sizes of its rows and of their padding, alternating over the pieces.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], ranks: int) -> None:
@@ -65,10 +71,7 @@ class RowLayout:
                 width = -(-(stop - start) // ranks) * row
                 self.pieces.append(Piece(param, start * row, (stop - start) * row, self.size, width))
                 self.size += width
-        self.splits = [
-            [size for piece in self.pieces for size in (piece.on(rank)[1], piece.width - piece.on(rank)[1])]
-            for rank in range(ranks)
-        ]
+        self._widths = [piece.width for piece in self.pieces]
 
     def pieces_of(self, param: nn.Parameter) -> list[Piece]:
         return [piece for piece in self.pieces if piece.param is param]
@@ -77,6 +80,45 @@ class RowLayout:
         """Return a flat view of a rank's rows of a piece in the whole parameter or its gradient."""
         first, count = piece.on(rank)
         return whole[piece.start + first :][:count]
+
+    def wholes(self, values: Mapping[nn.Parameter, Tensor], first: int, ranks: int) -> list[Tensor]:
+        """Return views of whole parameters or their gradients, in the order of `parts`.
+
+        Args:
+            values: flat values of parameters; the pieces of others are left out.
+            first: the first of consecutive ranks.
+            ranks: their number.
+        """
+        views: list[Tensor] = []
+        for piece in self.pieces:
+            if piece.param in values:
+                full, rest = piece.over(first, ranks)
+                begin, middle = piece.start + first * piece.width, piece.start + (first + full) * piece.width
+                views += [values[piece.param][begin:middle].view(full, -1)] if full else []
+                views += [values[piece.param][middle : middle + rest]] if rest else []
+        return views
+
+    def parts(self, rows: Tensor, values: Container[nn.Parameter], first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of the flat rows of consecutive ranks, [ranks, size]: those that have values, and the others.
+
+        Args:
+            rows: the flat rows.
+            values: the parameters that have values.
+            first: the first of the ranks.
+        """
+        views: list[Tensor] = []
+        empty: list[Tensor] = []
+        for piece, own in zip(self.pieces, rows.split(self._widths, 1), strict=True):
+            full, rest = piece.over(first, len(rows)) if piece.param in values else (0, 0)
+            if full == len(rows):
+                views.append(own)
+                continue
+            views += [own[:full]] if full else []
+            if rest:
+                views.append(own[full, :rest])
+                empty.append(own[full, rest:])
+            empty.append(own[full + (rest > 0) :])
+        return views, [view for view in empty if view.numel()]
 
 
 @dataclass(frozen=True)
@@ -166,7 +208,8 @@ class FlatRows:
                 stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:
                 set_gradient_dtype(param, dtypes.gradient)
-        self._targets, self._takes = self._prepare_copies()
+        #: the views that every gather writes to, by the first of the ranks that sent the rows and their number
+        self._targets: dict[tuple[int, int], list[Tensor]] = {}
         self._types = [type(param) for param in self.params]
 
     def _store(self) -> list[Tensor]:
@@ -205,20 +248,6 @@ class FlatRows:
             rows = self.layout.rows_in(whole, piece, self.group.index)
             flat[piece.offset - offset :][: rows.numel()] = rows
 
-    def _prepare_copies(self) -> tuple[list[Tensor], list[list[bool]]]:
-        """Return the views that every gather writes to, and for each rank which pieces are copied there."""
-        wholes = {param: param.data.view(-1) for param in self.params}
-        targets: list[Tensor] = []
-        takes: list[list[bool]] = []
-        for rank in range(self.group.size):
-            takes.append([])
-            for piece in self.layout.pieces:
-                is_there = rank == self.group.index and piece.param in self._views
-                takes[-1].append(piece.on(rank)[1] > 0 and not is_there)
-                if takes[-1][-1]:
-                    targets.append(self.layout.rows_in(wholes[piece.param], piece, rank))
-        return targets, takes
-
     def start_gather(self) -> Pending:
         """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)
@@ -234,16 +263,25 @@ class FlatRows:
             torch.cat(self._rows, out=flat)
 
     @torch.no_grad()
-    def _take(self, shards: list[Tensor]) -> None:
+    def _take(self, stacked: list[Tensor]) -> None:
         if self.stage == 3:
             for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
                 show_values(param, kind)
+        targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for shard, sizes, takes in zip(shards, self.layout.splits, self._takes, strict=True):
-            sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
+        first = 0
+        for rows in stacked:
+            is_own = first == self.group.index and len(rows) == 1
+            params = set(self.params) - self._views if is_own else set(self.params)
+            key = first, len(rows)
+            if key not in self._targets:
+                self._targets[key] = self.layout.wholes({param: param.data.view(-1) for param in params}, *key)
+            targets += self._targets[key]
+            sources += self.layout.parts(rows, params, first)[0]
+            first += len(rows)
         if sources:
-            torch._foreach_copy_(self._targets, sources)
+            torch._foreach_copy_(targets, sources)
 
     @torch.no_grad()
     def take_back_changes(self) -> None:

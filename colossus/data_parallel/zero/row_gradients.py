@@ -68,24 +68,13 @@ class RowGradients:
 
     def _fill(self, stacked: Tensor) -> None:
         layout = self.flat.layout
+        rows, flags = stacked.split([layout.size, len(self.params)], 1)
         values = {param: param.grad.reshape(-1) for param in self.params if param.grad is not None}
-        targets, sources, empty = [], [], []
-        for rank, row in enumerate(stacked):
-            *parts, flags = row.split([*layout.splits[rank], len(self.params)])
-            for piece, part, padding in zip(layout.pieces, parts[::2], parts[1::2], strict=True):
-                if piece.param not in values:
-                    empty.append(part)
-                elif part.numel():
-                    targets.append(part)
-                    sources.append(layout.rows_in(values[piece.param], piece, rank))
-                if padding.numel():
-                    empty.append(padding)
-            flags.fill_(1.0)
-            for index, is_present in enumerate(self._present):
-                if not is_present:
-                    flags[index].zero_()
+        targets, empty = layout.parts(rows, values, 0)
+        flags.fill_(1.0)
+        empty += [flags[:, index] for index, is_present in enumerate(self._present) if not is_present]
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, layout.wholes(values, 0, len(rows)))
         if empty:
             torch._foreach_zero_(empty)
 
