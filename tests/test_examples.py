@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.examples import ROOT, example
 from helpers.ranks import run_ranks
+from helpers.segments import OWN_SLOT_BYTES
 from helpers.training import Trace, relative
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
+from colossus.comm import shared_memory
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import shard_of_batch
@@ -310,7 +312,8 @@ def count_traffic(rank: int, name: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["2.5d, 2 x 2 x 2", pytest.param(None, marks=pytest.mark.long)])
-def test_the_traffic_in_the_guide_is_what_is_counted(name: str | None) -> None:
+def test_the_traffic_in_the_guide_is_what_is_counted(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", OWN_SLOT_BYTES)
     lines = GUIDE.read_text().splitlines()
     rows = run_ranks(8, count_traffic, name, with_context=False, timeout=250)[0]
     if name is None:

@@ -28,8 +28,6 @@ from colossus.context.groups import AxisGroup
 from colossus.machine import memory_bytes
 
 SLOT_BYTES = 8 << 20
-#: the most bytes of a flat tensor in which many small ones travel between CPUs: it fits a slot
-_FLAT_BYTES = SLOT_BYTES
 _MIN_SEGMENT_BYTES = 64 << 10
 _PAGE = 4096
 _MAX_RANKS = 255
@@ -68,8 +66,8 @@ def mapped_storages() -> set[int]:
 
 
 def flat_limit(device: torch.device) -> int | None:
-    """Return the most bytes of a flat tensor in which many small ones travel; None if it may have any size."""
-    return _FLAT_BYTES if device.type == "cpu" else None
+    """Return the most bytes of a flat tensor in which many small ones travel: those of a slot on a CPU, else None."""
+    return SLOT_BYTES if device.type == "cpu" else None
 
 
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.comm import shared_memory
 from colossus.planner.collective import Collective
 from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_axes import PlanAxes
@@ -63,7 +63,7 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: int, *, on_cpu: bool
     for (axes, _), group in groups.items():
         dtype = group[0][1].reduced
         width = itemsize(dtype)
-        limit = min(bucket_bytes, SLOT_BYTES - 4096 * width) if on_cpu else bucket_bytes
+        limit = min(bucket_bytes, shared_memory.SLOT_BYTES - 4096 * width) if on_cpu else bucket_bytes
         for chunk in _chunks(group, limit // width):
             elements = sum(gradient.elements for _, gradient in chunk) + len(chunk)
             block = min(gradient.block for _, gradient in chunk)

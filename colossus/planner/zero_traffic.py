@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from colossus.comm import shared_memory
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.planner.collective import Collective
 from colossus.planner.parameter_facts import ParameterFacts, ParameterKind, itemsize
@@ -102,7 +103,7 @@ class ZeroTraffic:
         for number, kind in enumerate(kinds if self._on_cpu else ()):
             wide = max(itemsize(kind.sharded[0]), itemsize(kind.sharded[2]))
             nbytes = (kind.elements + ranks * (len(kind.rows) * kind.row + 1)) * wide
-            if number > start and size + nbytes > SLOT_BYTES:
+            if number > start and size + nbytes > shared_memory.SLOT_BYTES:
                 yield start, number
                 start, size = number, 0
             size += nbytes

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.segments import OWN_SLOT_BYTES
 from helpers.training import Trace, batch_of, config_of, flat, is_key_bias, run_cases
 
 import colossus
-from colossus.comm import accounting
+from colossus.comm import accounting, shared_memory
 
 STEPS = 4
 
@@ -75,8 +76,9 @@ def _bytes(rank: int) -> tuple[float, float, int]:
     return moved.bytes("data between hosts"), moved.bytes("data inside of hosts"), numbers
 
 
-def test_between_hosts_travels_a_part_of_each_rank() -> None:
+def test_between_hosts_travels_a_part_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 (H - 1) / H S / P for 2 hosts of 2 ranks; all within one bucket."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", OWN_SLOT_BYTES)
     for between, inside, numbers in run_ranks(4, _bytes, with_context=False):
         whole = 8 * (numbers + numbers % 2)
         assert between == 2 / 2 * whole / 2
