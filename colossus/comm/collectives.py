@@ -259,9 +259,11 @@ def work_pending(
     def finish(reads: Tensor | None = reads) -> Tensor:
         for work in works:
             work.wait()
+        if entry is not None:
+            entry.done = True
         return out if shape is None else shape(out)
 
-    return Pending(finish, entry)
+    return Pending(finish, None)
 
 
 def _stack_chunks(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:

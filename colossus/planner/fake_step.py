@@ -24,6 +24,7 @@ from colossus.config.plans import name_of
 from colossus.context.grid import build_grid
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
 from colossus.engine.engine import Engine
+from colossus.planner.device_record import DeviceEvent, DeviceRecord
 from colossus.planner.engine_bytes import EngineBytes
 from colossus.planner.fake_engine import fake_engines
 from colossus.planner.fake_rank import fake_world
@@ -44,6 +45,7 @@ class RankStep:
         moved: (operation, axes) -> calls and bytes sent, as `colossus.comm.accounting` counts them.
         stored: bytes that are stored after the step.
         peak: the most bytes that are alive in the step, stored ones and the batch included.
+        events: what its device is given, in order.
         seconds: seconds that the engine and its steps took in this process.
     """
 
@@ -52,6 +54,7 @@ class RankStep:
     moved: Mapping[tuple[str, str], Tally]
     stored: EngineBytes
     peak: int
+    events: Sequence[DeviceEvent]
     seconds: float
 
 
@@ -107,7 +110,8 @@ def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
             _first_step(engine, fake_batch)
             gc.collect()
             fake.mark()
-            with count() as counter:
+            record = DeviceRecord()
+            with count() as counter, record.recording(fake):
                 engine.train_step(fake_batch)
             peak = fake.peak
             stored = EngineBytes.of(engine)
@@ -117,7 +121,8 @@ def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
         del engine
         gc.collect()
     seconds = time.perf_counter() - began
-    return RankStep(rank, grid.index(rank, "pipeline"), by_operation(counter), stored, peak, seconds)
+    pipeline_rank = grid.index(rank, "pipeline")
+    return RankStep(rank, pipeline_rank, by_operation(counter), stored, peak, record.events, seconds)
 
 
 def _first_step(engine: Engine, batch: Any) -> None:

@@ -64,6 +64,8 @@ class CountedFakeTensors(FakeTensorMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if func in _UPDATES:
+            if self.observer is not None:
+                self.observer(func, args, kwargs, None)
             return None
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
