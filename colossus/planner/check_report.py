@@ -1,4 +1,4 @@
-"""The report of a plan's check: predicted bytes beside counted bytes, as a table and as JSON. No torch."""
+"""The report of a plan's check: predicted bytes and seconds beside counted ones, as tables and as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -64,11 +64,14 @@ class CheckReport:
         world_size: ranks of the plan.
         axes: bytes along each axis in a step, of the rank that sends most.
         ranks: the ranks whose step was counted.
+        seconds: predicted and played seconds (see `colossus.planner.device_play`) of the step, and those in which
+            collectives along each axis are exposed; then the lines that wait longest, which nothing predicts.
     """
 
     world_size: int
     axes: Sequence[Compared]
     ranks: Sequence[CheckedRank]
+    seconds: Sequence[tuple[str, float | None, float]] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -86,7 +89,14 @@ class CheckReport:
             memory += [(str(rank.pipeline_rank), *_cells(row)) for row in rank.stored]
             memory.append((str(rank.pipeline_rank), *_cells(rank.peak)[:-1], f"predicted / counted {rank.ratio:.3f}"))
         sections = [head, aligned(axes, left_columns=(0, 3)), aligned(memory, left_columns=(1, 4))]
-        return "\n\n".join(sections if self.axes else [head, sections[-1]])
+        sections = sections if self.axes else [head, sections[-1]]
+        if self.seconds:
+            rows = [
+                (name, "" if predicted is None else _milliseconds(predicted), _milliseconds(played))
+                for name, predicted, played in self.seconds
+            ]
+            sections.append(aligned([("seconds", "predicted", "played"), *rows], left_columns=(0,)))
+        return "\n\n".join(sections)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report, in bytes and seconds, as an object for JSON."""
@@ -101,11 +111,17 @@ class CheckReport:
             }
             for rank in self.ranks
         ]
-        return {"equal": self.is_equal, "world_size": self.world_size, "axes": _rows(self.axes), "ranks": ranks}
+        seconds = [{"what": name, "predicted": predicted, "played": played} for name, predicted, played in self.seconds]
+        report = {"equal": self.is_equal, "world_size": self.world_size, "axes": _rows(self.axes), "ranks": ranks}
+        return {**report, "seconds": seconds}
 
 
 def _cells(row: Compared) -> tuple[str, str, str, str]:
     return row.what, byte_count(row.predicted), byte_count(row.counted), row.verdict
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _rows(rows: Iterable[Compared]) -> list[dict[str, Any]]:

@@ -23,8 +23,9 @@ from colossus.planner.trace_recorder import work_of
 
 #: operator of c10d, or of its functional form -> collective, and the position of its input
 _COLLECTIVES = {
-    "allreduce_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 1), "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1), "broadcast_": ("broadcast", 0), "send": ("send", 0), "recv_": ("receive", 0),
+    "allreduce_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 1), "alltoall_base_": ("all_to_all", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1), "broadcast_": ("broadcast", 0),
+    "send": ("send", 0), "recv_": ("receive", 0),
     "all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 0),
     "reduce_scatter_tensor": ("reduce_scatter", 0), "all_to_all_single": ("all_to_all", 0),
 }  # fmt: skip
@@ -50,6 +51,10 @@ class Call:
     axes: str
     communicator: tuple[str, tuple[int, ...]]
     input_bytes: float
+
+    @property
+    def is_message(self) -> bool:
+        return self.operation in ("send", "receive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class DeviceRecord:
         boxed = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
         group = _resolve_process_group(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        if operation in ("send", "receive"):
+        if name in ("send", "recv_"):
             ranks = tuple(sorted((dist.get_rank(), ranks[args[2]])))
         tensors = args[position] if isinstance(args[position], list | tuple) else [args[position]]
         size = float(sum(x.nbytes for x in tensors if isinstance(x, Tensor)))

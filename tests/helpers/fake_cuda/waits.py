@@ -57,6 +57,9 @@ class WatchedFakeTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._told = told
         self._pinned: set[int] = set()
+        #: as of `CountedFakeTensors`
+        self.observer: Any = None
+        self._depth = 0
 
     @property
     def avoid_device_init(self) -> bool:
@@ -76,6 +79,8 @@ class WatchedFakeTensors(FakeTensorMode):
         if func in _UPDATES:
             devices = {x.device for x in tree_leaves(args[:3]) if isinstance(x, Tensor) and x.dim()}
             assert len(devices) < 2, f"{func} of tensors on {devices}"
+            if self.observer is not None:
+                self.observer(func, args, kwargs, None)
             return None
         # as an operator it would be called with meta tensors, and take their branches
         if func is ring_attention.RING_ATTENTION:
@@ -88,8 +93,14 @@ class WatchedFakeTensors(FakeTensorMode):
                 return _some_result(func, args, kwargs)
         if func in _COPIES:
             self._note_copy(func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
-            made = super().__torch_dispatch__(func, types, args, kwargs)
+        self._depth += 1
+        try:
+            with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
+                made = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if self.observer is not None and not self._depth:
+            self.observer(func, args, kwargs, made)
         if kwargs.get("pin_memory"):
             self._pinned.add(made.untyped_storage()._cdata)
         return made
