@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colossus.hardware.hardware import Hardware, Link, bytes_sent, steps
 from colossus.registry import nearest
@@ -100,10 +101,54 @@ def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float
 
 # -- a device that nobody has measured ------------------------------------------------------------------------
 
-#: fractions of the peak that large products, attention, memory and links reach: round numbers, of no particular device
-MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.7, 0.5, 0.85, 0.8
-#: seconds to start a kernel
-LAUNCH = 5e-6
+
+@dataclass(frozen=True)
+class Reached:
+    """The part of a device's peak that products and attention reach.
+
+    Attributes:
+        units: streaming multiprocessors or compute units; each computes one tile of a product at a time.
+        matmul: fraction of the peak of products, in bf16 with normally distributed values, while each unit has a tile.
+        attention: fraction of the peak of a forward with long causal sequences.
+    """
+
+    units: int
+    matmul: float
+    attention: float
+
+
+# matmul: published TFLOP/s of large products, divided by the peak and by the full part of their waves of tiles.
+#   A100: 257 at 8192^3 (thonking.ai, Strangely, Matrix Multiplications on GPUs Run Faster ..). H100, H200: 720, MI300X:
+#   620, at products of Llama 3 70B (SemiAnalysis, MI300X vs H100 vs H200, part 1). B200: 1,672 at 8192^3 (2604.23466).
+#   V100: up to 83 (1803.04014, shape not given). The best of many shapes (github.com/stas00/ml-engineering,
+#   compute/accelerator) are 271 on A100, 795 on H100, 1,745 on B200, 668 on MI300X.
+# attention: FlashAttention-2, which torch runs. H100: 335 TFLOP/s of head dim 128 (2407.08608, figure 5); not causal
+#   370. A100: not causal 73 % (2307.08691). B200: cuDNN's 1,613 / 1.3 TFLOP/s (FlashAttention-4, abstract); both times
+#   335 / 370. V100 and MI300X: a round number.
+#: by short name
+REACHED: dict[str, Reached] = {
+    "B200": Reached(148, 0.75, 0.5),
+    "H100": Reached(132, 0.75, 0.345),
+    "H800": Reached(132, 0.75, 0.345),
+    "H200": Reached(132, 0.75, 0.345),
+    "A100": Reached(108, 0.825, 0.66),
+    "V100 SXM2": Reached(80, 0.66, 0.3),
+    "MI300X": Reached(304, 0.49, 0.3),
+}
+#: rows and columns of a tile, or the reverse: cuBLAS' most efficient (NVIDIA, Matrix Multiplication Background, 2.3)
+TILE = 128, 256
+#: tokens of a sequence with half of the rate of long ones (2407.08608, figure 5: 191, 260, 298, 319, 333 TFLOP/s at
+#: 512, 1k, 2k, 4k, 8k), and backward's part of forward's rate (figure 6: 322 of 370; on A100 63 of 73 %, 2307.08691)
+SHORT, BACKWARD = 350, 0.87
+#: fraction of the memory's bandwidth: a round number
+MEMORY_EFFICIENCY = 0.85
+#: fraction of a link's bandwidth: all-gathers of eight H100 reach 350 of 450 GB/s, reduce-scatters 360
+#: (github.com/NVIDIA/nccl, issue 1281), those of H800 160 of 200 (2412.19437)
+LINK_EFFICIENCY = 0.8
+#: fraction of a device that a collective takes: 20 of 132 units (2412.19437, section 3.2.2)
+OCCUPIED = 0.15
+#: seconds between two kernels that are queued: a round number
+GAP = 1e-6
 #: seconds that Python, autograd and torch need to start an operator: a round number for one core of a server
 OPERATOR = 10e-6
 # NCCL's own model (src/graph/tuning.cc, ring, protocol Simple): seconds of a call, of a step over NVLink, and of a step
@@ -120,15 +165,17 @@ class FromDataSheet(Hardware):
     Args:
         device: name as in `SHEETS`, in upper or lower case; ``v100`` is the SXM2.
         network: link of each device to devices of other hosts.
+        matmul: in place of `Reached.matmul`.
+        changed: figures of its sheet that another edition of the device has, such as ``memory``.
 
     Raises:
         ValueError: the device has no sheet here, or its sheet has no figures of memory and links.
     """
 
-    is_measured, overlaps = False, True
+    is_measured, overlaps, occupied = False, True, OCCUPIED
     operator_seconds, at_once = OPERATOR, None
 
-    def __init__(self, device: str, network: Link = NETWORK) -> None:
+    def __init__(self, device: str, network: Link = NETWORK, *, matmul: float | None = None, **changed: float) -> None:
         name = {"V100": "V100 SXM2"}.get(short_name(device), short_name(device))
         sheet = SHEETS.get(name)
         if sheet is None or name not in WITH_LINKS:
@@ -136,9 +183,11 @@ class FromDataSheet(Hardware):
             hint = f"; did you mean {close}?" if close else ""
             have = f"{', '.join(WITH_LINKS)} have them{hint}"
             raise ValueError(f"{device!r} has no data sheet here with memory and links; {have}")
+        sheet, reached = replace(sheet, **changed), REACHED[name]
         assert sheet.memory is not None
         assert sheet.memory_bandwidth is not None
         assert sheet.link is not None
+        self.reached = reached if matmul is None else replace(reached, matmul=matmul)
         self.sheet, self.network = sheet, network
         self.name, self.memory_bytes = f"{name} (data sheet)", sheet.memory
         self._memory_bandwidth, self._link = sheet.memory_bandwidth, sheet.link
@@ -147,17 +196,27 @@ class FromDataSheet(Hardware):
         return self._peak(dtype)
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the seconds of the operations, or of reading both factors and writing the product (the roofline)."""
-        moved = (m * k + k * n + m * n) * _BYTES.get(dtype, 4)
-        return LAUNCH + max(2.0 * m * n * k / (MATMUL_EFFICIENCY * self._peak(dtype)), self._moving(moved))
+        return self.products_seconds(1, m, n, k, dtype)
+
+    def products_seconds(self, count: float, m: int, n: int, k: int, dtype: str) -> float:
+        """Return the seconds of waves of tiles, or of reading the factors and writing the products (the roofline).
+
+        The last wave takes as long as a full one. A product of less than one wave splits k over the other units.
+        """
+        rows, columns = TILE
+        tiles = count * min(-(-m // rows) * -(-n // columns), -(-m // columns) * -(-n // rows))
+        full = tiles / self.reached.units
+        flops = 2.0 * rows * columns * k * self.reached.units * (math.ceil(full) if full > 1 else full)
+        moved = count * (m * k + k * n + m * n) * _BYTES.get(dtype, 4)
+        return GAP + max(flops / (self.reached.matmul * self._peak(dtype)), self._moving(moved))
 
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
-        """Return the seconds of half the square of scores; backward takes 2.5 times forward (FlashAttention)."""
-        flops = 2.0 * heads * length**2 * head_dim * (2.5 if backward else 1)
-        return LAUNCH + flops / (ATTENTION_EFFICIENCY * self._peak(dtype))
+        """Return the seconds of half the square of scores; backward has 2.5 times forward's (FlashAttention)."""
+        flops = 2.0 * heads * length * (length + SHORT) * head_dim * (2.5 / BACKWARD if backward else 1)
+        return GAP + flops / (self.reached.attention * self._peak(dtype))
 
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
-        return LAUNCH + self._moving(num_bytes)
+        return GAP + self._moving(num_bytes)
 
     def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
         sending = bytes_sent(operation, ranks, input_bytes) / (LINK_EFFICIENCY * self._link)

@@ -39,6 +39,7 @@ class Hardware(ABC):
             over forward and backward, views included.
         at_once: ranks of a host that can be busy without taking each other's cores; None for all.
         overlaps: whether collectives run while their ranks compute.
+        occupied: fraction of the device that such a collective takes from the computation beside it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Hardware(ABC):
     operator_seconds: float
     at_once: int | None
     overlaps: bool
+    occupied: float = 0.0
 
     @abstractmethod
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
@@ -60,6 +62,10 @@ class Hardware(ABC):
         Raises:
             ValueError: the hardware has no figure for this dtype.
         """
+
+    def products_seconds(self, count: float, m: int, n: int, k: int, dtype: str) -> float:
+        """Return the seconds of ``count`` products that one operator makes."""
+        return count * self.matmul_seconds(m, n, k, dtype)
 
     @abstractmethod
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:

@@ -93,20 +93,40 @@ class RankTimeline:
             numbers.reverse()
         played = [self.player.play(_trace(self.profile.blocks[number], kind)) for number in numbers]
         leaving: dict[int, float] = {}
+        copying = dict.fromkeys(numbers, 0.0)
         for reduction in self.traffic.reductions if kind in LAST_USE else ():
             if reduction.stage == stage and (reduction.when == "each" or is_last):
                 block = numbers[-1] if reduction.block is None else reduction.block
                 leaving[block] = leaving.get(block, 0.0) + self._all(reduction.collectives).seconds
+                copying[block] += self._copying(reduction.collectives)
         blocks = []
         for number, trace in zip(numbers, played, strict=True):
             gather = self._gathers.get((stage, number)) if is_freed and kind != "backward_weight" else None
             arriving = 0.0 if gather is None else self._all(gather.collectives).seconds
-            blocks.append(BlockSeconds(trace.seconds, arriving, leaving.get(number, 0.0)))
-        done, sent = run_beside(blocks, overlaps=self.player.hardware.overlaps)
+            copying[number] += 0.0 if gather is None else self._copying(gather.collectives)
+            blocks.append(BlockSeconds(trace.seconds + copying[number], arriving, leaving.get(number, 0.0)))
+        hardware = self.player.hardware
+        done, sent = run_beside(blocks, overlaps=hardware.overlaps)
         computing = sum(block.computing for block in blocks)
+        if hardware.overlaps:
+            beside = sum(block.arriving + block.leaving for block in blocks) - (sent - computing)
+            slower = hardware.occupied * max(0.0, beside)
+            computing, done, sent = computing + slower, done + slower, sent + slower
         return ActionCost(
             computing, done, sent, sum(trace.repeated for trace in played), total([trace.axes for trace in played])
         )
+
+    def _copying(self, collectives: Sequence[Collective]) -> float:
+        """Return the seconds to copy gathered weights out of the flat tensor that travelled, or gradients into one.
+
+        It is the larger of a collective's input and result.
+        """
+        flat = (
+            own.input_bytes * (own.ranks if own.operation.startswith("all_gather") else 1)
+            for own in collectives
+            if own.ranks > 1
+        )
+        return sum(self.player.hardware.memory_seconds(2.0 * size, "copy_") for size in flat)
 
     def _all(self, collectives: Sequence[Collective]) -> AxisCost:
         out = AxisCost()

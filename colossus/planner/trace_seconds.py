@@ -69,18 +69,15 @@ class TracePlayer:
         return AxisCost(bytes_sent(operation, self.placement.of(names).ranks, input_bytes), seconds, seconds)
 
     def _run(self, events: Sequence[Event], played: Played) -> float:
-        """Return the seconds of events, and add the cost of their collectives to ``played``."""
+        """Return the seconds of events, and add the cost of their collectives to ``played``.
+
+        A CPU starts an operator and then does its work. The host of a GPU queues operators and does not wait for them
+        or for collectives: an operator runs after the one before it, and not before it is queued.
+        """
         hardware = self.hardware
-        now = free = work = 0.0
-        operators = 0
-        ends: dict[int, tuple[float, str]] = {}
+        now = free = queued = 0.0
+        ends: dict[int, tuple[float, float, str]] = {}
         for event in events:
-            if not isinstance(event, Started | Awaited):
-                work += self._times * self._work(event)
-                operators += 1
-                continue
-            now += hardware.eager_seconds(work, operators)
-            work, operators = 0.0, 0
             if isinstance(event, Started):
                 cost = self.collective(event.operation, event.axes, self._times * event.input_bytes)
                 if not hardware.overlaps:
@@ -88,13 +85,20 @@ class TracePlayer:
                     played.add(event.axes, cost)
                     continue
                 free = max(free, now) + cost.seconds
-                ends[event.number] = free, event.axes
+                ends[event.number] = free, cost.seconds, event.axes
                 played.add(event.axes, AxisCost(cost.bytes, cost.seconds))
-            elif event.number in ends:
-                end, axes = ends.pop(event.number)
-                played.add(axes, AxisCost(exposed=max(0.0, end - now)))
-                now = max(now, end)
-        return now + hardware.eager_seconds(work, operators)
+            elif isinstance(event, Awaited):
+                if event.number in ends:
+                    end, seconds, axes = ends.pop(event.number)
+                    exposed = max(0.0, end - now)
+                    played.add(axes, AxisCost(exposed=exposed))
+                    now += exposed + hardware.occupied * max(0.0, seconds - exposed)
+            elif hardware.overlaps:
+                now = max(now, queued) + self._times * self._work(event)
+                queued += hardware.operator_seconds
+            else:
+                now += hardware.operator_seconds + self._times * self._work(event)
+        return now
 
     def _work(self, event: Event) -> float:
         if event not in self._seconds:
@@ -107,7 +111,7 @@ class TracePlayer:
             return hardware.memory_seconds(event.bytes, event.name) if event.bytes else 0.0
         if isinstance(event, Product):
             m, n, k = (max(1, round(size)) for size in (event.m, event.n, event.k))
-            return event.count * hardware.matmul_seconds(m, n, k, event.dtype)
+            return hardware.products_seconds(event.count, m, n, k, event.dtype)
         assert isinstance(event, AttentionCall)
         length = (event.queries * event.keys) ** 0.5
         seconds = hardware.attention_seconds(
