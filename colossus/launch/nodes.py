@@ -5,7 +5,6 @@ A node that ends for any reason but success ends the others within seconds, and 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -35,9 +34,6 @@ SILENCE_AFTER_END_SECONDS = 8.0
 
 #: the longest wait of a node, whose ranks have failed or were stopped, for the ends of the other live nodes
 END_SECONDS = GRACE_SECONDS + 8.0
-
-#: the longest that the node with the store stays for the others to read its end
-FAREWELL_SECONDS = 2.0
 
 
 _END = TypeAdapter(NodeEnd)
@@ -163,16 +159,11 @@ class Nodes:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Say goodbye, and where this process holds the store, wait until all nodes have."""
+        """Stop the heartbeats, and name to the rendezvous the nodes that lived at the end, whose goodbyes it awaits."""
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
-        if not self._has_store or self._thread.is_alive():
-            return
-        goodbyes, deadline = [f"colossus/goodbye/{other}" for other in self.ends], time.monotonic() + FAREWELL_SECONDS
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"colossus/goodbye/{self.node}", "")
-            while self._rendezvous.holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
-                time.sleep(0.02)
+        if self._has_store and not self._thread.is_alive():
+            self._rendezvous.peers = (self.node, tuple(self.ends))
 
     def _watch(self) -> None:
         """Send heartbeats, and read those and the ends of the other nodes, until the store is gone."""

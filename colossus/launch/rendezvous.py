@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,6 +31,9 @@ _JOIN_SECONDS, _WAIT_SECONDS = 600, 7 * 24 * 3600
 
 #: the interval of heartbeats in the rendezvous, and the number of missed ones after which a node counts as gone
 _ALIVE_SECONDS, _MISSED = 2, 5
+
+#: the longest wait of the launcher with the store for the goodbyes of the others
+_FAREWELL_SECONDS = 10.0
 
 #: without it, torch shares the first round's store, and later rounds would wait for an address that no node sets
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -59,6 +63,8 @@ class Rendezvous:
 
     Attributes:
         holds_store: whether the store of the run is in this process.
+        peers: the number of this node in the last round, and those of the nodes that lived at its end; None where the
+            store had gone by then.
     """
 
     def __init__(self, endpoint: str, nodes: NodeRange, rejoin_seconds: float) -> None:
@@ -66,6 +72,8 @@ class Rendezvous:
         self._rejoin_seconds = max(1, round(rejoin_seconds))
         self._handler: RendezvousHandler | None = None
         self.holds_store = self._has_joined = False
+        self.peers: tuple[int, tuple[int, ...]] | None = None
+        self._store: Any = None
 
     def join(self) -> Round:
         """Leave the previous round, and wait until the next is complete.
@@ -101,7 +109,7 @@ class Rendezvous:
             del os.environ[_NO_SHARED_STORE]
             if before is not None:
                 os.environ[_NO_SHARED_STORE] = before
-        self._has_joined = True
+        self._has_joined, self._store, self.peers = True, info.store, None
         return Round(info.store, info.rank, info.world_size)
 
     def num_newcomers(self) -> int:
@@ -117,10 +125,19 @@ class Rendezvous:
         return self.nodes.min_nodes < self.nodes.max_nodes and not self.holds_store
 
     def close(self) -> None:
-        """End the rendezvous, and with it the run for all nodes."""
-        if self._handler is not None:
-            with contextlib.suppress(RendezvousError, RuntimeError):
-                self._handler.shutdown()
+        """End the rendezvous, and with it the run for all nodes. The launcher with the store is the last to leave."""
+        if self._handler is None:
+            return
+        with contextlib.suppress(RendezvousError, RuntimeError):
+            self._handler.shutdown()
+        if self.peers is None:
+            return
+        (node, others), deadline = self.peers, time.monotonic() + _FAREWELL_SECONDS
+        goodbyes = [f"colossus/goodbye/{other}" for other in others]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"colossus/goodbye/{node}", "")
+            while self.holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _make_handler(self) -> tuple[RendezvousHandler, bool]:
         """Make the rendezvous handler of torch's elastic, and return it, and whether its store is in this process."""
