@@ -15,7 +15,7 @@ SOME = {
     "data 2": ("x-transformers decoder",),
     "data 2 expert 2": ("Mixtral",),
     "data 2 zero 3": ("ViT",),
-    "1d 2": ("T5", "DeepSeek-V2"),
+    "1d 2": ("T5",),
     "2d 4": ("Llama",),
     "pipeline 2 1f1b": ("BERT", "T5"),
 }

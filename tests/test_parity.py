@@ -30,8 +30,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hybrid4": dict(model=dict(seq_len=16)),
     "pipeline2_2d": dict(schedule=dict(type="zb-h1", microbatches=4)),
 }
-#: by default all but this one, which "2.5d" is, too
-LONG = ("data2_2d",)
+#: not by default: the array has their features in other products
+LONG = ("2.5d", "3d", "data2_pipeline2_1d", "data2_1d", "data2_2d")
 
 
 @pytest.mark.parametrize("row", ARRAY, ids=" ".join)

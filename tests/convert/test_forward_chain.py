@@ -274,7 +274,7 @@ PLANS = {
     ),
     "zero, all": Plan(tuple(name for name in CASES if name != "middle"), "zb-h1", 3, data=2, zero=2),
 }
-_LONG = [name for name in PLANS if name.endswith(", all")] + ["1f1b, 3", "zero"]
+_LONG = [name for name in PLANS if name.endswith(", all")] + ["1f1b, 3", "zero", "gpipe, more"]
 
 
 def floats(state: dict[str, Tensor]) -> Any:

@@ -127,7 +127,7 @@ def by_brute_force(values: dict[str, Any], devices: int, hosts: int, blocks: int
     [
         pytest.param(GPT, 4, 2, 4, 6, 1, id="gpt"),
         pytest.param(GPT, 8, 2, 4, 6, 1, id="two hosts", marks=pytest.mark.long),
-        pytest.param(EXPERTS, 4, 1, 2, 4, 4, id="experts"),
+        pytest.param(EXPERTS, 4, 1, 2, 4, 4, id="experts", marks=pytest.mark.long),
         pytest.param(VIT, 6, 1, 3, 4, 1, id="vit", marks=pytest.mark.long),
     ],
 )

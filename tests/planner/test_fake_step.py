@@ -27,7 +27,7 @@ TWO = {
     "unused": (dict(data=2), dict(model=dict(type=Spare), **MB2)),
     "unused_zero": (dict(data=2, zero=2), dict(model=dict(type=Spare), **MB2)),
 }
-DEFAULT = ("1d", "zero_3", "pipeline", "expert")
+DEFAULT = ("zero_3", "pipeline")
 EIGHT: dict[str, Case] = {
     "2.5d": (dict(tensor=dict(mode="2.5d", size=8, depth=2)), MB2),
     "3d": (dict(tensor=dict(mode="3d", size=8)), MB2),
@@ -81,10 +81,6 @@ def test_a_step_without_values_is_that_of_real_ranks() -> None:
     _compare(2, {name: TWO[name] for name in DEFAULT})
 
 
-def test_a_step_of_2d_without_values() -> None:
-    _compare(4, {"2d": FOUR["2d"]})
-
-
 @pytest.mark.long
 def test_more_steps_without_values() -> None:
     _compare(2, {name: case for name, case in TWO.items() if name not in DEFAULT})
@@ -92,7 +88,7 @@ def test_more_steps_without_values() -> None:
 
 @pytest.mark.long
 def test_steps_of_four_ranks_without_values() -> None:
-    _compare(4, {name: case for name, case in FOUR.items() if name != "2d"})
+    _compare(4, FOUR)
 
 
 @pytest.mark.long

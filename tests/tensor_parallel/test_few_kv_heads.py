@@ -48,6 +48,7 @@ FOR_LONG = (
     "pipeline2_1d_3_of_1",
     "2.5d_2_of_1",
     "3d_1x2x2_2_of_1",
+    "2d_1x6_of_3",
 )
 
 
