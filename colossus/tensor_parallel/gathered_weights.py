@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.kept_results import kept
+from colossus.comm.kept_results import keeps_results, kept
 from colossus.comm.pending import Pending, Ready
 from colossus.context.precision import Precision
 from colossus.layout.parameter_hooks import user_hooks
@@ -132,21 +132,23 @@ class GatheredWeights:
         return self.scope != "matmul"
 
     def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
-        """Return the weight for a product: its shard, cast and moved by ``plan.forward``, or the gathered one."""
+        """Start to get the weight for a product: its shard, cast and moved by ``plan.forward``, or the gathered one."""
         changes = bool(plan.forward) or dtype != weight.dtype
         if not changes:
             return Ready(weight)
         if not (self._in_step and self.scope == "step") or is_recorded():
-            return Ready(kept("a gathered weight", lambda: self._moved(weight, plan, dtype)))
+            if keeps_results():
+                return Ready(kept("a gathered weight", lambda: self._start(weight, plan, dtype).wait()))
+            return self._start(weight, plan, dtype)
         entry, state = self._gathered.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
         if entry is None or entry.state != state:
-            gathered = self._moved(weight.detach(), plan, dtype)
+            gathered = self._start(weight.detach(), plan, dtype).wait()
             gradient = None if entry is None else entry.gradient
             entry = self._gathered[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
         return Ready(entry.gathered)
 
-    def _moved(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Tensor:
-        return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype).wait()
+    def _start(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
+        return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype)
 
     def reduce(self, weight: Tensor, gradient: Tensor, plan: MovePlan) -> Pending | None:
         """Return the rank's shard of a weight's gradient, from the wgrad of one product; None if it comes later.

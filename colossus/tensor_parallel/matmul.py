@@ -6,7 +6,8 @@
 
 The letters name an operand's moves over mesh axes: a those of x, b those of w, c those of y. Gather and reduce of one
 letter are each other's dual: all-gather and reduce-scatter, or identity and all-reduce; a letter whose axes split
-nothing moves nothing. While dx is being reduced, dw is computed.
+nothing moves nothing. All gathers of a product start before the first is waited for, those of wgrad before dgrad runs.
+While dx is being reduced, dw is computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
 from colossus.comm.kept_results import kept
+from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
@@ -83,12 +85,9 @@ def matmul_plans(
     )
 
 
-def weight_gradient(plans: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
-    """Return wgrad before its reduction, [o, i], in the dtype of dy.
-
-    dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
-    """
-    return wgrad_product(dy, x if plans.keep else run(plans.x.forward, x).wait())
+def _gathered_input(plans: MatmulPlans, x: Tensor) -> Pending:
+    """Start to gather x for wgrad from what forward saved (see `_Matmul`)."""
+    return Ready(x) if plans.keep else run(plans.x.forward, x)
 
 
 class _Matmul(torch.autograd.Function):
@@ -123,12 +122,13 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
         note_weight(plans.groups, weight)
         gather = plans.x.forward
+        # under autocast x has the dtype of the product; without it torch refuses mixed dtypes
+        dtype = weight.dtype if product_dtype(x) is None else x.dtype
+        w_pending = plans.weights.gather(weight, plans.w, dtype) if plans.weights.keeps else None
         if plans.keep and gather:
             stored, moves = x, gather
             x, gather = kept("a gathered input", lambda: run(moves, stored).wait()), ()
-        # under autocast x has the dtype of the product; without it torch refuses mixed dtypes
-        dtype = weight.dtype if product_dtype(x) is None else x.dtype
-        w_gathered = plans.weights.gather(weight, plans.w, dtype).wait() if plans.weights.keeps else None
+        w_gathered = None if w_pending is None else w_pending.wait()
         # first: a recomputation ends here if no later operation needs y
         x_saved = x if ctx.needs_input_grad[1] else None
         w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
@@ -136,9 +136,10 @@ class _Matmul(torch.autograd.Function):
         ctx.plans, ctx.parameter = plans, weight  # not saved for backward: checkpointing would return a copy
 
         def compute() -> Tensor:
-            w = plans.weights.gather(weight, plans.w, dtype).wait() if w_gathered is None else w_gathered
+            w = plans.weights.gather(weight, plans.w, dtype) if w_gathered is None else Ready(w_gathered)
+            x_gathered = run(gather, x).wait()
             local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
-            y = product(run(gather, x).wait(), w, local_bias)
+            y = product(x_gathered, w.wait(), local_bias)
             return not_a_view(run(plans.y.forward, y, owned=True).wait())
 
         return kept("a distributed product", compute, is_product=True)
@@ -153,22 +154,25 @@ class _Matmul(torch.autograd.Function):
             weight: Tensor = ctx.parameter
             note_weight(plans.groups, weight)
             needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-            dy = run(plans.y.backward, dy).wait()
+            is_deferred = needs_w and weights.deferral.takes(weight)
+            dy_gathered = run(plans.y.backward, dy)
+            w_gathered = Ready(w) if weights.keeps or not needs_x else weights.gather(weight, plans.w, dy.dtype)
+            x_gathered = _gathered_input(plans, x) if needs_w and not is_deferred else None
+            dy = dy_gathered.wait()
             dx = dw = None
             if needs_x:
-                w_gathered = w if weights.keeps else weights.gather(weight, plans.w, dy.dtype).wait()
-                dx = run(plans.x.backward, product(dy, w_gathered.t()), owned=True)
-            if needs_w and weights.deferral.takes(weight):
+                dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
+            if is_deferred:
                 weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
-            elif needs_w:
-                dw = weights.reduce(weight, weight_gradient(plans, dy, x), plans.w)
+            elif x_gathered is not None:
+                dw = weights.reduce(weight, wgrad_product(dy, x_gathered.wait()), plans.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     note_weight(plans.groups, weight)
-    dw = plans.weights.reduce(weight, weight_gradient(plans, dy, x), plans.w)
+    dw = plans.weights.reduce(weight, wgrad_product(dy, _gathered_input(plans, x).wait()), plans.w)
     if dw is not None:
         plans.weights.deferral.accumulate(weight, dw.wait())
 
