@@ -14,9 +14,14 @@ def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]
     """Return the counts for `grouped_product` in its fastest form for such operands: on the host, or on the device."""
     if x.is_meta:  # only operations are counted, which any split has equally many of
         return [len(x), *[0] * (len(weight) - 1)]
+    return counts.to(x.device) if x.is_cuda and is_one_kernel(x, weight) else counts.tolist()
+
+
+def is_one_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a GPU multiplies all groups of such operands in one kernel."""
     is_aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0  # rows of whole 16 bytes
-    in_one = x.is_cuda and (product_dtype(x) or x.dtype) == torch.bfloat16 and is_aligned
-    return counts.to(x.device) if in_one and torch_versions.grouped_mm is not None else counts.tolist()
+    is_bf16 = (product_dtype(x) or x.dtype) == torch.bfloat16
+    return is_bf16 and is_aligned and torch_versions.grouped_mm is not None
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Tensor | list[int]) -> Tensor:

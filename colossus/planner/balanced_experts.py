@@ -13,16 +13,22 @@ from colossus.comm import collectives
 from colossus.comm.uneven import Lengths
 from colossus.context.groups import AxisGroup
 from colossus.layers import expert_rows, moe, routed_experts
+from colossus.layers.grouped_matmul import is_one_kernel
 
 
 @contextmanager
-def balanced_experts() -> Iterator[None]:
-    """Let layers take the choices of their routers for balanced, without reading them, inside the context."""
+def balanced_experts(*, on_cpu: bool = True) -> Iterator[None]:
+    """Let layers take the choices of their routers for balanced, without reading them, inside the context.
+
+    Args:
+        on_cpu: whether ranks compute on CPU; a GPU multiplies all experts of a rank in one kernel.
+    """
+    sizes = _group_sizes if on_cpu else _group_sizes_on_gpu
     with ExitStack() as stack:
         stack.enter_context(patch.object(expert_rows, "agree", _agree))
         stack.enter_context(patch.object(moe, "num_chosen", lambda counts, num_choices: num_choices))
         for room in (moe, routed_experts):
-            stack.enter_context(patch.object(room, "group_sizes", _group_sizes))
+            stack.enter_context(patch.object(room, "group_sizes", sizes))
         yield
 
 
@@ -40,3 +46,7 @@ def _agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Lengths, Ten
 
 def _group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> list[int]:
     return _evenly(len(x), len(weight))
+
+
+def _group_sizes_on_gpu(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]:
+    return counts if is_one_kernel(x, weight) else _group_sizes(counts, x, weight)

@@ -108,8 +108,9 @@ class Estimator:
         if key not in self._profiles:
             try:
                 self._other = profile_layout(
-                    layout_config(config), split_backward=split, is_sharded=is_sharded, other=self._other
-                )
+                    layout_config(config), split_backward=split, is_sharded=is_sharded,
+                    on_cpu=not self.hardware.overlaps, other=self._other,
+                )  # fmt: skip
                 self._profiles[key] = self._other
             except ConfigError as error:
                 self._profiles[key] = error

@@ -57,7 +57,7 @@ def fake_engines(*, on_cpu: bool) -> Iterator[CountedFakeTensors]:
             (dist, "broadcast_object_list", _answer_as_self),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
-        stack.enter_context(balanced_experts())
+        stack.enter_context(balanced_experts(on_cpu=on_cpu))
         yield stack.enter_context(counted_fake_tensors())
 
 

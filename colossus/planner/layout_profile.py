@@ -53,6 +53,7 @@ def profile_layout(
     *,
     split_backward: bool = False,
     is_sharded: bool = False,
+    on_cpu: bool = False,
     other: LayoutProfile | None = None,
 ) -> LayoutProfile:
     """Run a microbatch of a config through its model, on fake tensors, and return the profile.
@@ -62,6 +63,7 @@ def profile_layout(
         split_backward: whether dgrad and wgrad are recorded apart.
         is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stores_apart`),
             which then have the dtype of compute.
+        on_cpu: whether ranks compute on CPU, where experts are multiplied one after the other.
         other: profile of another layout of the same model and data; facts that do not depend on the layout are copied.
 
     Raises:
@@ -72,7 +74,7 @@ def profile_layout(
         raise ConfigError(f"{missing}: the config has none, and the cost of a plan depends on it", config.source)
     try:
         with fake_rank(config) as context:
-            return _profile(config, context, split_backward, is_sharded, other)
+            return _profile(config, context, split_backward, is_sharded, on_cpu, other)
     except ConfigError:
         raise
     except ValueError as error:
@@ -94,6 +96,7 @@ def _profile(
     context: ParallelContext,
     split_backward: bool,
     is_sharded: bool,
+    on_cpu: bool,
     other: LayoutProfile | None,
 ) -> LayoutProfile:
     config, more = shallow(config)
@@ -112,7 +115,7 @@ def _profile(
     blocks = pipeline_blocks(model) if chained else []
     runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], ())]
     unused = _unused(runs, blocks)
-    with counted_fake_tensors() as fake, balanced_experts():
+    with counted_fake_tensors() as fake, balanced_experts(on_cpu=on_cpu):
         give_sizes(model, context.precision, lambda name: name not in unused)
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         with gathered_parameters(model, context.precision) if is_sharded else nullcontext():

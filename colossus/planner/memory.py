@@ -39,8 +39,9 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
             `colossus.planner.plan_stages.stages_of`.
     """
     profile = profile_layout(
-        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stores_apart
-    )
+        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stores_apart,
+        on_cpu=on_cpu,
+    )  # fmt: skip
     return memory_of(config, profile, stages_of(config, profile), on_cpu=on_cpu)
 
 

@@ -160,11 +160,11 @@ def _product(a: Tensor, b: Tensor) -> Product:
     return Product(count, a.shape[-2], b.shape[-1], a.shape[-1], _DTYPES[a.dtype])
 
 
-def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Product:
-    """Return the product of groups of rows with a matrix for each group, taking all groups as equally large."""
-    groups = len(b) if b.dim() == 3 else max(1, len(rest[0]) if rest and rest[0] is not None else 1)
-    rows, inner = a.shape[-2:]
-    return Product(groups, rows / groups, b.shape[-1], inner, _DTYPES[a.dtype])
+def _grouped(a: Tensor, b: Tensor, ends: Tensor, **options: Any) -> Product:
+    """Return the products of equally large groups: of rows with a matrix each, or in wgrad of columns with rows."""
+    groups, (rows, inner), of_rows = len(ends), a.shape, b.dim() == 3
+    m, k = (rows / groups, inner) if of_rows else (rows, inner / groups)
+    return Product(groups, m, b.shape[-1], k, _DTYPES[a.dtype])
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,

@@ -1,7 +1,8 @@
-"""Estimates: FLOPs as they are counted, parts that add up, many microbatches, scores beside them, the search."""
+"""Estimates: FLOPs as they are counted, experts as they run, parts that add up, microbatches, scores, the search."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from colossus.monitor.mfu import flops_per_token
 from colossus.planner import estimate as estimates
 from colossus.planner.candidates import plans
 from colossus.planner.estimate import Estimator
+from colossus.planner.layout_profile import profile_layout
 from colossus.planner.model_layouts import layouts
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.score import score
 from colossus.planner.search import search
+from colossus.planner.trace import Product
 
 MODEL = dict(type="GPT", num_layers=4, hidden_size=64, num_heads=4, vocab_size=256, seq_len=64)
 CPU = TypicalCPU(cores=2, threads=1, memory=4e9)
@@ -40,6 +43,21 @@ def test_flops_are_those_that_utilisation_counts(model: dict[str, Any]) -> None:
     assert expected is not None
     assert estimate.flops == pytest.approx(expected * estimate.tokens)
     assert estimate.tokens == 16 * model["seq_len"]
+
+
+def test_a_gpu_multiplies_all_experts_at_once() -> None:
+    model = dict(type="Llama", num_layers=1, hidden_size=64, num_heads=4, seq_len=32, experts=dict(num=4, top_k=2))
+    config, most = _config(model, train=dict(precision="bf16", global_batch_size=1)), {}
+    shapes: list[Counter[tuple[float, ...]]] = []
+    for on_cpu in (True, False):
+        block = profile_layout(config, on_cpu=on_cpu).blocks[1]
+        products = [x for trace in (block.forward, block.backward) for x in trace.events if isinstance(x, Product)]
+        most[on_cpu] = max(product.count for product in products)
+        shapes.append(Counter())
+        for product in products:  # [m, k] x [k, n], or both transposed
+            shapes[-1][(*sorted((product.m, product.n)), product.k)] += product.count
+    assert most == {True: 1, False: 4}
+    assert shapes[0] == shapes[1]
 
 
 PLANS: dict[str, dict[str, Any]] = {
