@@ -249,6 +249,7 @@ def _search(question: Question, arguments: argparse.Namespace) -> tuple[SearchRe
             memory=question.memory,
             top=arguments.top,
             keep=question.keep,
+            usual=True,
         )
     except ConfigError:
         raise

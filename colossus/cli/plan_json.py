@@ -41,6 +41,7 @@ def as_json(question: Question, result: SearchResult, explained: int | None = No
         "tried": result.tried,
         "search_seconds": result.seconds,
         "plans": plans,
+        "usual": {name: _plan(plan) for name, plan in result.usual.items()},
     }
 
 

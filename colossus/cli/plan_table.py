@@ -56,7 +56,8 @@ def render_table(question: Question, result: SearchResult, width: int) -> str:
     best = result.plans[0]
     sections = [
         head(question, result),
-        plan_rows(question, result.plans, width),
+        plan_rows(question, [str(rank) for rank in range(1, len(result.plans) + 1)], result.plans, width),
+        *usual_rows(question, result, width),
         f"the best    {byte_count(best.memory.fullest.total)} of {byte_count(question.memory)} on "
         f"{best.memory.fullest_rank}\n{textwrap.indent(kind_table(best.memory.fullest), '  ')}",
         part_rows(best),
@@ -108,12 +109,23 @@ def exposed_share(plan: PlanEstimate) -> float:
     return sum(seconds for part, seconds in plan.parts.items() if part.startswith("over ")) / plan.seconds
 
 
-def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> str:
+def usual_rows(question: Question, result: SearchResult, width: int) -> list[str]:
+    """Return the table of the usual plans, if there are any: those that do not fit show how much they need."""
+    if not result.usual:
+        return []
+    names = [
+        name if plan.memory.fullest.total <= question.memory else f"{name}, does not fit"
+        for name, plan in result.usual.items()
+    ]
+    return [f"usual plans\n{plan_rows(question, names, [*result.usual.values()], width)}"]
+
+
+def plan_rows(question: Question, names: Sequence[str], plans: Sequence[PlanEstimate], width: int) -> str:
     """Return a table with a row for each plan; words that need more columns continue below."""
     rows = [["", "step", f"{question.counted}/s", "MFU", "memory", "bubble", "exposed"]]
-    for rank, plan in enumerate(plans, start=1):
+    for name, plan in zip(names, plans, strict=True):
         mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.1f} %"
-        cells = [str(rank), seconds_text(plan.seconds), f"{plan.tokens_per_second:,.0f}", mfu]
+        cells = [name, seconds_text(plan.seconds), f"{plan.tokens_per_second:,.0f}", mfu]
         cells += [byte_count(plan.memory.fullest.total), *(_percent(x) for x in (plan.bubble, exposed_share(plan)))]
         rows.append(cells)
     numbers = aligned(rows).splitlines()

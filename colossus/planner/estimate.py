@@ -20,7 +20,7 @@ from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
-from colossus.planner.step_timeline import RankTimeline, play_step
+from colossus.planner.step_timeline import RankTimeline, play_step, ranks_for
 from colossus.planner.time_split import split_by_time
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
@@ -86,10 +86,10 @@ class Estimator:
     def _simulate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         """Estimate a plan with all of its microbatches."""
         profile = self.profile(config)
-        ranks = stages_of(config, profile)
-        memory = memory_of(config, profile, ranks, on_cpu=not self.hardware.overlaps)
         player = self.player(config)
-        timelines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
+        ranks = ranks_for(player, config, profile, stages_of(config, profile))
+        memory = memory_of(config, profile, ranks)
+        timelines = [RankTimeline(profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -19,7 +20,7 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind, itemsize
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
+from colossus.planner.sharded_units import ShardedUnits, rows_per_rank, sharded_units
 from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
 from colossus.planner.zero_traffic import RowTraffic, Unit, ZeroTraffic, together
 from colossus.schedule.actions import INPUT_GRADIENT
@@ -29,16 +30,37 @@ _NUMBERS = 5
 _FLOAT64 = 8
 
 
-def gradient_traffic(
+@dataclass(frozen=True)
+class PlanRank:
+    """A pipeline rank of a plan.
+
+    Attributes:
+        config: resolved config of the plan.
+        stages: stages of the rank.
+        units: its parameters.
+        traffic: its collectives of weights and gradients.
+    """
+
+    config: Config
+    stages: RankStages
+    units: ShardedUnits
+    traffic: StepTraffic
+
+    def traffic_with(self, optimizer: OptimizerMemory) -> StepTraffic:
+        """Return the traffic with what the optimizer exchanges of whole parameters."""
+        more = optimizer.collectives(self.config, self.units.axes, self.units.stored)
+        return replace(self.traffic, end=(*self.traffic.end, *more))
+
+
+def plan_rank(
     model: ModelFacts,
     config: Config,
     stages: RankStages,
-    optimizer: OptimizerMemory | None = None,
     *,
     on_cpu: bool = False,
     ranks_per_host: int | None = None,
-) -> StepTraffic:
-    """Return the collectives of an exact strategy (all_reduce, zero, hierarchical) in its second and later steps.
+) -> PlanRank:
+    """Return a rank with the traffic of an exact strategy (all_reduce, zero, hierarchical) in its later steps.
 
     Compression of gradients is ignored, and sparse gradients of tables count as dense.
 
@@ -46,11 +68,11 @@ def gradient_traffic(
         model: facts of the model.
         config: resolved config of a plan with the layout of ``model``.
         stages: the stages of the rank.
-        optimizer: adds what the optimizer exchanges of whole parameters (see `OptimizerMemory.collectives`).
         on_cpu: whether ranks compute on CPU, where a message has to fit a slot of shared memory.
         ranks_per_host: data ranks of each host, for ``hierarchical`` without a number of its own; None: all.
     """
-    return _Composer(model, config, stages, on_cpu, ranks_per_host).traffic(optimizer)
+    composer = _Composer(model, config, stages, on_cpu, ranks_per_host)
+    return PlanRank(config, stages, composer.units, composer.traffic())
 
 
 class _Composer:
@@ -62,11 +84,11 @@ class _Composer:
         self._model, self._config, self._stages, self._on_cpu = model, config, stages, on_cpu
         self._axes = axes = PlanAxes(config)
         self._zero = ZeroTraffic(axes, on_cpu=on_cpu)
-        self._units: ShardedUnits = sharded_units(model, axes, stages)
+        self.units: ShardedUnits = sharded_units(model, axes, stages)
         self._is_zero = bool(config.parallel.zero.stage)
         #: elements, dtype, dtype of the sum and axes of a gradient, by the id of its kind and whether its rows are cut
         self._of_kind: dict[tuple[int, bool], tuple[int, str, str, tuple[str, ...]]] = {}
-        self._cut = {param.name for param in self._units.cut}
+        self._cut = {param.name for param in self.units.cut}
         strategy = config.parallel.data_strategy
         self._per_host: int | None = None
         if strategy["type"] == "hierarchical":
@@ -76,8 +98,8 @@ class _Composer:
         #: whether the weights of blocks are freed within the step, and gathered again
         self._frees = axes.stage == 3 and config.parallel.tensor.weights != "step"
 
-    def traffic(self, optimizer: OptimizerMemory | None) -> StepTraffic:
-        units = self._units
+    def traffic(self) -> StepTraffic:
+        units = self.units
         lasting: list[tuple[int | None, Sequence[ParameterFacts]]] = [(None, units.root)] if units.root else []
         lasting += [] if self._frees else together(units.blocks)
         rows = [flat for _, params in lasting for flat in self._zero.rows(params)]
@@ -96,8 +118,6 @@ class _Composer:
         in_buckets = sum(bucket.collectives[0].input_bytes for bucket in buckets)
         in_buckets += sum(collective.input_bytes for collective in tied)
         end += self._numbers()
-        if optimizer is not None:
-            end += optimizer.collectives(self._config, self._axes, as_stored(units, self._axes))
         made, moved = self._bytes_of_gradients(gathers)
         return StepTraffic(
             tuple(begin),
@@ -212,7 +232,7 @@ class _Composer:
     @cached_property
     def _trained(self) -> list[tuple[ParameterFacts, int]]:
         """Return the parameters of the rank that get a gradient, in the order of the model, each with its stage."""
-        trained = [param for param in self._units.every if param.kind.is_trainable]
+        trained = [param for param in self.units.every if param.kind.is_trainable]
         return [(param, self._stage_of([param])) for param in trained]
 
     def _gradient(self, param: ParameterFacts, stage: int) -> Gradient:

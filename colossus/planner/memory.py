@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from colossus.config import Config
 from colossus.config.plans import name_of
-from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory_play import MemoryPlay
@@ -32,7 +32,7 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
 
     Args:
         config: the config.
-        on_cpu: see `colossus.planner.gradient_traffic.gradient_traffic`.
+        on_cpu: see `colossus.planner.gradient_traffic.plan_rank`.
 
     Raises:
         ConfigError: see `colossus.planner.layout_profile.profile_layout` and
@@ -42,15 +42,15 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
         layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stores_apart,
         on_cpu=on_cpu,
     )  # fmt: skip
-    return memory_of(config, profile, stages_of(config, profile), on_cpu=on_cpu)
+    ranks = [plan_rank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile)]
+    return memory_of(config, profile, ranks)
 
 
 def memory_of(
     config: Config,
     profile: LayoutProfile,
-    ranks: Sequence[RankStages],
+    ranks: Sequence[PlanRank],
     *,
-    on_cpu: bool,
     times: float = 1.0,
     exact: bool = True,
 ) -> PlanMemory:
@@ -59,23 +59,21 @@ def memory_of(
     Args:
         config: the resolved config of the plan.
         profile: profile of its layout.
-        ranks: stages of all pipeline ranks, or of some.
-        on_cpu: see `colossus.planner.gradient_traffic.gradient_traffic`.
+        ranks: all pipeline ranks, or some.
         times: samples of a microbatch over those of the profile; activations are scaled by it.
         exact: see `colossus.planner.optimizer_memory.OptimizerMemory.bytes`.
     """
     facts = profile.facts
     memories: list[RankMemory] = []
     for rank in ranks:
-        stored = stored_bytes(facts, config, rank, profile.optimizer, exact=exact)
-        traffic = gradient_traffic(facts, config, rank, on_cpu=on_cpu)
+        stored, stages = stored_bytes(facts, rank, profile.optimizer, exact=exact), rank.stages
         # a schedule that splits backward defers incomplete gradients, too
-        tied = (Counter[int](), Counter[int]()) if rank.splits_backward else _tied_gradients(facts, rank)
+        tied = (Counter[int](), Counter[int]()) if stages.splits_backward else _tied_gradients(facts, stages)
         play = MemoryPlay(
-            profile.blocks, rank, traffic, stored, *tied,
+            profile.blocks, stages, rank.traffic, stored, *tied,
             scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
         )  # fmt: skip
-        memories.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, play.run()))
+        memories.append(RankMemory(stages.rank, stages.stages, max(in_flight(stages.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 

@@ -1,6 +1,7 @@
 """The score of a plan: step time and memory without simulating the schedule, to choose which plans to estimate.
 
-Three ranks of the pipeline are scored: the first, the last, and the one whose blocks take longest. A step takes m
+Four ranks of the pipeline are scored: the first, the last, the one whose blocks take longest, and the one whose blocks
+save most. A step takes m
 microbatches on the slowest of them, and a part of the wait at the ends of the pipeline, which is the time of a
 microbatch on all other ranks. This part is 1 under 1F1B, 1/v with v chunks (2104.04473), and about 1/3 and 1/6 under
 ZB-H1 and ZB-V, whose wgrads fill the wait (2401.10241).
@@ -18,11 +19,11 @@ from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.step_timeline import RankTimeline
+from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.time_split import block_seconds
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import SCHEDULES
-from colossus.schedule.actions import LAST_USE, Action, Actions, placement
+from colossus.schedule.actions import LAST_USE, Action, Actions, in_flight, placement
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,11 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
     Raises:
         ValueError: the schedule or the split does not fit the model.
     """
-    ranks = _some_ranks(config, profile, block_seconds(profile, player))
-    on_cpu = not player.hardware.overlaps
-    memory = memory_of(config, profile, ranks, on_cpu=on_cpu, times=times, exact=False)
+    ranks = ranks_for(player, config, profile, _some_ranks(config, profile, block_seconds(profile, player)))
+    memory = memory_of(config, profile, ranks, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
-    lines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
+    lines = [RankTimeline(profile, rank, player) for rank in ranks]
     parameters = len(profile.facts.parameters) / config.parallel.pipeline.size
     update = max(update_seconds(player.hardware, rank.stored, parameters) for rank in memory.ranks)
     return Score(_seconds(config, lines) + update, memory)
@@ -110,23 +110,28 @@ def _of_last_microbatch(stages: RankStages) -> list[Action]:
 
 
 def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:
-    """Return the first and the last pipeline rank, and the one whose blocks take longest."""
+    """Return the first and the last pipeline rank, and those whose blocks take longest and save most."""
     schedule, size = config.schedule, config.parallel.pipeline.size
     few = min(schedule.microbatches, 2 * size)
-    actions, rank_of = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
+    actions, rank_of, in_flight = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
     bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
-    seconds = [0.0] * size
+    seconds, saved = [0.0] * size, [0.0] * size
     for stage, rank in rank_of.items():
-        seconds[rank] += sum(seconds_of_blocks[bounds[stage] : bounds[stage + 1]])
-    slowest = max(range(size), key=seconds.__getitem__)
-    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, slowest, size - 1})]
+        blocks = slice(bounds[stage], bounds[stage + 1])
+        seconds[rank] += sum(seconds_of_blocks[blocks])
+        saved[rank] += in_flight[rank] * sum(block.saved for block in profile.blocks[blocks])
+    slowest, fullest = (max(range(size), key=values.__getitem__) for values in (seconds, saved))
+    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, slowest, fullest, size - 1})]
 
 
 @lru_cache(maxsize=1024)
 def _compute_actions(
     kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]
-) -> tuple[Actions, dict[int, int]]:
-    """Return the actions of all ranks, without transfers and with a reduction after each stage, and stage -> rank."""
+) -> tuple[Actions, dict[int, int], list[int]]:
+    """Return the computing actions of all ranks, the rank of each stage, and each rank's most microbatches in flight.
+
+    Actions have no transfers, and a reduction after each stage.
+    """
     schedule = SCHEDULES.get(kind) if isinstance(kind, str) else kind
     computing: Actions = schedule(stages, microbatches, **dict(options))
     actions: Actions = []
@@ -138,4 +143,4 @@ def _compute_actions(
             if last.get(action.stage) == index:
                 done.append(Action("reduce", action.stage))
         actions.append(done)
-    return actions, placement(actions) or {0: 0}
+    return actions, placement(actions) or {0: 0}, [max(in_flight(own)) for own in actions]

@@ -13,8 +13,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from colossus.arithmetic import counted
@@ -25,11 +23,12 @@ from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.layout_order import first_of_each_kind, fully_sharded, neighbours, recomputed, representatives
+from colossus.planner.layout_scores import LayoutScores
 from colossus.planner.lower_bounds import LowerBounds
-from colossus.planner.model_layouts import SCOPES, ModelLayout, layouts
+from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, are_alike
-from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
 from colossus.planner.search_result import SearchResult
+from colossus.planner.usual_plans import UsualPlan, usual_plans
 from colossus.progress import progress
 
 #: the most layouts scored at first; rounds of neighbours, the best layouts that they are neighbours of, and the most
@@ -37,9 +36,6 @@ from colossus.progress import progress
 _FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 3
 #: a layout is scored if its likely seconds are at most this factor times those of the best plan
 _FAR = 2.0
-#: for a layout, the most combinations of replicas, stages, microbatches and schedule that are scored, and the factor of
-#: its best plan's seconds that their likely seconds may reach
-_MOST_SIZES, _NEAR = 10, 1.25
 #: the fewest plans that are estimated, and how many beyond those of the result
 _FEWEST, _SPARE = 10, 4
 #: layouts, and plans of each, whose memory is predicted if no plan fits
@@ -55,6 +51,7 @@ def search(
     memory: float | None = None,
     top: int = 10,
     keep: Mapping[str, Any] | None = None,
+    usual: bool = False,
 ) -> SearchResult:
     """Search the best plans of a model and its data.
 
@@ -66,39 +63,12 @@ def search(
         memory: bytes of a device; by default those of the hardware.
         top: number of plans in the result.
         keep: keys that every plan has, see `colossus.planner.fixed_keys.FixedKeys`.
+        usual: whether the result has the usual plans, too.
 
     Raises:
         ConfigError: the config is wrong, or the sizes of no plan divide the model and the batch.
     """
-    return _Search(config, hardware, devices, hosts, memory or hardware.memory_bytes, top, keep).run()
-
-
-@dataclass
-class _Node:
-    """A layout that the search has visited.
-
-    Attributes:
-        layout: the layout.
-        candidates: (lower bound, number, plan), the least bound first.
-        seconds: seconds of its best scored plan, or infinite.
-        scores: (seconds, plan) of the scored plans that fit.
-        tried: seconds of all scored plans by their overrides, infinite for those that do not fit.
-    """
-
-    layout: ModelLayout
-    candidates: list[tuple[float, int, Candidate]]
-    seconds: float = float("inf")
-    scores: list[tuple[float, Candidate]] = field(default_factory=list)
-    tried: dict[tuple[str, ...], float] = field(default_factory=dict)
-
-    @property
-    def bound(self) -> float:
-        return self.candidates[0][0]
-
-    @cached_property
-    def profiled(self) -> Candidate:
-        """Return the plan that is profiled for all: the one with the smallest microbatch."""
-        return min((candidate for _, _, candidate in self.candidates), key=lambda candidate: candidate.samples)
+    return _Search(config, hardware, devices, hosts, memory or hardware.memory_bytes, top, keep).run(usual)
 
 
 class _Search:
@@ -109,60 +79,107 @@ class _Search:
         self._fixed = FixedKeys.of(config, keep)
         self._estimator = Estimator(hardware, hosts=hosts)
         self._bounds = LowerBounds(config, hardware, hosts=hosts)
-        self._best = float("inf")
-        self._tried = 0
-        self._seen: set[ModelLayout] = set()
-        self._refusals: list[ConfigError] = []
-        self._nodes: list[_Node] = []
         self._every: Sequence[ModelLayout] = ()
+        self._nodes: dict[ModelLayout, LayoutScores] = {}
+        self._visited: set[ModelLayout] = set()
         self._likely_of: dict[ModelLayout, float] = {}
         #: (bytes, number, layout) for each layout: the least memory that its plans may need
         self._least_memory: list[tuple[float, int, ModelLayout]] = []
-        #: (bytes, plan) of the plan that exceeds the memory least
-        self._nearest: tuple[float, Candidate] | None = None
+        #: the best plan of each usual kind, or the one that exceeds the memory least
+        self._usual: dict[str, Candidate] = {}
+        #: (bytes, plan) of plans whose score fits, but whose estimate does not
+        self._too_large: list[tuple[float, Candidate]] = []
+        self._refusals: list[ConfigError] = []
 
-    def run(self) -> SearchResult:
+    def run(self, usual: bool) -> SearchResult:
         began, stopped = time.monotonic(), False
         try:
+            self._every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
+            for kind in usual_plans(self._devices // self._hosts):
+                self._score_usual(kind)
             self._score_layouts()
         except KeyboardInterrupt:
             stopped = True
         estimates = self._estimates()
-        nearest = None
         if not estimates and not stopped:
-            self._score_smallest()
+            for _, _, layout in heapq.nsmallest(_SMALLEST, self._least_memory):
+                node = self._node(layout)
+                node.score_smallest(node.every, _SMALLEST)
             estimates = self._estimates()
-        if not estimates and self._nearest is not None and not stopped:
-            nearest = self._estimator.estimate(self._nearest[1].config, self._nearest[1].overrides)
+        too_large = [*self._too_large, *(entry for node in self._nodes.values() for entry in node.too_large)]
+        nearest = min(too_large, key=_number, default=None)
+        least = None
+        if not estimates and nearest is not None and not stopped:
+            least = self._estimator.estimate(nearest[1].config, nearest[1].overrides)
+        named = {} if stopped or not usual else self._estimates_of_usual(estimates)
         progress("")
-        if not estimates and nearest is None and not stopped:
+        if not estimates and least is None and not stopped:
             raise self._no_plan_error()
-        return SearchResult(estimates[: self._top], self._tried, nearest, time.monotonic() - began, stopped)
+        tried = sum(len(node.every) for node in self._nodes.values())
+        return SearchResult(estimates[: self._top], tried, least, time.monotonic() - began, stopped, named)
+
+    @property
+    def _best(self) -> float:
+        return min((node.seconds for node in self._nodes.values()), default=float("inf"))
+
+    def _most_seconds(self) -> float:
+        """Return the seconds from which on a plan would not be estimated, as there are enough better ones."""
+        seconds = {seconds for node in self._nodes.values() for seconds, _ in node.scored}
+        enough = max(self._top, _FEWEST) + _SPARE
+        return float("inf") if len(seconds) < enough else sorted(seconds)[enough - 1]
 
     # -- layouts --------------------------------------------------------------------------------------------
 
+    def _score_usual(self, kind: UsualPlan) -> None:
+        """Score the plans of a usual kind, with the least recomputation that fits."""
+        smallest: tuple[LayoutScores, list[Candidate]] | None = None
+        for layout in kind.layouts(self._every, self._devices // self._hosts):
+            node = self._node(layout)
+            own = [candidate for candidate in node.every if kind.allows(candidate.config.parallel)]
+            if not own:
+                continue
+            smallest = node, own
+
+            def best(node: LayoutScores = node) -> tuple[float, Candidate | None]:
+                mine = (entry for entry in node.scored if kind.allows(entry[1].config.parallel))
+                return min(mine, key=_number, default=(float("inf"), None))
+
+            node.score_likely([own for own in node.candidates if kind.allows(own.config.parallel)], lambda: best()[0])
+            candidate = best()[1]
+            if candidate is not None:
+                self._usual[kind.name] = candidate
+                return
+        if smallest is not None:
+            node, own = smallest
+            node.score_smallest(own, 1)
+            too_large = [entry for entry in node.too_large if kind.allows(entry[1].config.parallel)]
+            if too_large:
+                self._usual[kind.name] = min(too_large, key=_number)[1]
+
     def _score_layouts(self) -> None:
-        self._every = every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
-        self._visit(first_of_each_kind(every, self._likely), _FIRST)
+        self._visit(first_of_each_kind(self._every, self._likely), _FIRST)
         for _ in range(_ROUNDS):
-            best = sorted(self._nodes, key=lambda node: node.seconds)[:_BEST_LAYOUTS]
-            near = [other for node in best for other in neighbours(node.layout, every)]
-            self._visit(near, _MORE)
+            best = sorted(self._nodes.values(), key=lambda node: node.seconds)[:_BEST_LAYOUTS]
+            near = dict.fromkeys(other for node in best for other in neighbours(node.layout, self._every))
+            self._visit([*near], _MORE)
 
     def _visit(self, some: Sequence[ModelLayout], most: int) -> None:
         """Score the plans of at most ``most`` new layouts, the likely ones first."""
-        new = [(self._likely(layout), number, layout) for number, layout in enumerate(some) if layout not in self._seen]
+        new = [
+            (self._likely(layout), number, layout) for number, layout in enumerate(some) if layout not in self._visited
+        ]
         visited = 0
         for likely, _, layout in sorted(new, key=lambda numbered: numbered[:2]):
             if visited == most or likely == float("inf") or likely > _FAR * self._best:
                 break
-            self._seen.add(layout)
+            self._visited.add(layout)
             node = self._node(layout)
-            if node is None or node.bound >= self._best:
+            if not node.candidates:
                 continue
             visited += 1
-            self._score(node)
-            if node.seconds == float("inf") and layout.activation_checkpoint.type == "none":
+            progress(f"layout {len(self._visited)}: {describe_plan(node.candidates[0].config)}")
+            node.score_likely(node.candidates, self._most_seconds)
+            if not node.scored and layout.activation_checkpoint.type == "none":
                 self._visit(recomputed(layout, self._every), 1)
 
     def _likely(self, layout: ModelLayout) -> float:
@@ -175,121 +192,17 @@ class _Search:
             self._least_memory += [(min(least), len(self._likely_of), layout)] if least else []
         return self._likely_of[layout]
 
-    def _node(self, layout: ModelLayout) -> _Node | None:
-        """Return a layout with its plans that may fit, None without such plans."""
-        candidates = []
-        every = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-        for number, candidate in enumerate(every):
-            if self._bounds.memory(candidate.config) > self._memory:
-                self._tried += 1
-            else:
-                candidates.append((self._bounds.seconds(candidate.config), number, candidate))
-        return _Node(layout, sorted(candidates, key=lambda numbered: numbered[:2])) if candidates else None
+    def _node(self, layout: ModelLayout) -> LayoutScores:
+        if layout not in self._nodes:
+            every = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+            self._nodes[layout] = LayoutScores(layout, every, self._estimator, self._bounds, self._memory)
+        return self._nodes[layout]
 
-    def _record_too_large(self, needed: float, candidate: Candidate) -> None:
-        if self._nearest is None or needed < self._nearest[0]:
-            self._nearest = needed, candidate
-
-    def _score_smallest(self) -> None:
-        """Score the smallest plans of the layouts that may need least, to find one that fits or how much is missing."""
-        for _, _, layout in heapq.nsmallest(_SMALLEST, self._least_memory):
-            candidates = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-            candidates.sort(key=self._size_of, reverse=True)
-            for candidate in candidates[-_SMALLEST:]:
-                self._nodes.append(_Node(layout, [(0.0, 0, candidate)]))
-                self._score_one(self._nodes[-1], candidate)
-
-    def _size_of(self, candidate: Candidate) -> tuple[float, int]:
-        """Return a key of a plan's memory: the lower bound, and how long gathered weights stay."""
-        return self._bounds.memory(candidate.config), SCOPES.index(candidate.config.parallel.tensor.weights)
-
-    # -- plans ----------------------------------------------------------------------------------------------
-
-    def _score(self, node: _Node) -> None:
-        """Score the plans of a layout that are likely by its profile; of plans that differ in ZeRO, the first that fit.
-
-        See `_first_that_fit`.
-        """
-        progress(f"layout {len(self._nodes) + 1}: {describe_plan(node.candidates[0][2].config)}")
-        self._nodes.append(node)
-        self._tried += len(node.candidates)
-        groups: dict[Any, list[Candidate]] = {}
-        for _, _, candidate in node.candidates:
-            groups.setdefault(candidate.all_but_zero, []).append(candidate)
-        for group in groups.values():
-            group.sort(key=self._size_of, reverse=True)
-        first = node.profiled
-        try:
-            profile = self._estimator.profile(first.config, split_backward=False)
-        except ConfigError as error:
-            self._refusals.append(error)
-            return
-        by_samples: dict[int, float] = {}
-
-        def likely(group: Sequence[Candidate]) -> float:
-            samples = group[0].samples
-            if samples not in by_samples:
-                player = self._estimator.player(first.config, samples / first.samples)
-                by_samples[samples] = seconds_of_microbatch(profile, player)
-            return seconds_by_count(group[0].config, by_samples[samples])
-
-        plain = [group for group in groups.values() if group[0].config.schedule.type == "1f1b"]
-        too_large = {group[0].size for group in plain if self._score_one(node, group[-1]) == float("inf")}
-        scored = 0
-        for group in sorted(groups.values(), key=likely):
-            if group[0].size in too_large:  # other schedules save as much, or more
-                continue
-            if scored == _MOST_SIZES or likely(group) > min(_NEAR * node.seconds, self._best * _FAR):
-                break
-            scored += self._first_that_fit(node, group) < float("inf")
-
-    def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
-        """Score the first plan that fits, by bisection, and the next one; return the seconds of the faster of the two.
-
-        The plans differ in ZeRO. Those that need most memory, and send least, come first. If none fits, the result is
-        infinite.
-        """
-        low, high = 0, len(candidates) - 1
-        tried = [self._score_one(node, candidates[high])]
-        while low < high and tried[0] < float("inf"):
-            middle = (low + high) // 2
-            tried.append(self._score_one(node, candidates[middle]))
-            low, high = (low, middle) if tried[-1] < float("inf") else (middle + 1, high)
-        if tried[0] < float("inf"):
-            tried += [self._score_one(node, other) for other in candidates[low + 1 : low + 2]]
-        return min(tried)
-
-    def _score_one(self, node: _Node, candidate: Candidate) -> float:
-        """Return the seconds of a plan, infinite if it does not fit."""
-        if candidate.overrides not in node.tried:
-            node.tried[candidate.overrides] = self._score_new(node, candidate)
-        return node.tried[candidate.overrides]
-
-    def _score_new(self, node: _Node, candidate: Candidate) -> float:
-        try:
-            config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
-            candidate = Candidate(config, tuple(overrides))
-            result = self._score_of(candidate, node)
-        except ValueError as error:
-            self._refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
-            return float("inf")
-        if result.seconds == float("inf"):
-            self._record_too_large(result.memory.fullest.total, candidate)
-        else:
-            node.scores.append((result.seconds, candidate))
-            node.seconds, self._best = min(node.seconds, result.seconds), min(self._best, result.seconds)
-        return result.seconds
-
-    def _score_of(self, candidate: Candidate, node: _Node) -> Score:
-        """Score a plan by the profile of its layout with the smallest microbatch."""
-        first, config = node.profiled, candidate.config
-        profile = self._estimator.profile(first.config, split_backward=False)
-        times = candidate.samples / first.samples
-        return score(config, profile, self._estimator.player(config, times), times=times, most=self._memory)
+    # -- estimates ------------------------------------------------------------------------------------------
 
     def _estimates(self) -> list[PlanEstimate]:
         """Estimate the plans with the best scores, and return those that fit, the best first."""
-        scored = sorted((entry for node in self._nodes for entry in node.scores), key=lambda entry: entry[0])
+        scored = sorted((entry for node in self._nodes.values() for entry in node.scored), key=_number)
         estimates: list[PlanEstimate] = []
         most = max(self._top, _FEWEST)  # also for a short list: a worse score may turn out to be the better plan
         for seconds, candidate in scored:
@@ -303,14 +216,27 @@ class _Search:
                 self._refusals.append(error)
                 continue
             if estimate.memory.fullest.total > self._memory:
-                self._record_too_large(estimate.memory.fullest.total, candidate)
+                self._too_large.append((estimate.memory.fullest.total, candidate))
             elif not any(are_alike(estimate, other) for other in estimates):
                 estimates.append(estimate)
         return sorted(estimates, key=lambda plan: plan.seconds)
 
+    def _estimates_of_usual(self, estimates: Sequence[PlanEstimate]) -> dict[str, PlanEstimate]:
+        """Return the estimates of the usual plans by their names."""
+        by_overrides = {estimate.overrides: estimate for estimate in estimates}
+        named: dict[str, PlanEstimate] = {}
+        for name, candidate in self._usual.items():
+            estimate = by_overrides.get(candidate.overrides)
+            try:
+                named[name] = estimate or self._estimator.estimate(candidate.config, candidate.overrides)
+            except ConfigError as error:
+                self._refusals.append(error)
+        return named
+
     def _no_plan_error(self) -> ConfigError:
-        if self._refusals:
-            return self._refusals[0]
+        refusals = [*self._refusals, *(error for node in self._nodes.values() for error in node.refusals)]
+        if refusals:
+            return refusals[0]
         batch = self._config.train.global_batch_size
         keys = f" and the fixed keys {', '.join(sorted(self._fixed.keys))}" if self._fixed.keys else ""
         return ConfigError(
@@ -318,3 +244,7 @@ class _Search:
             f"their sizes do not divide",
             self._config.source,
         )
+
+
+def _number(entry: tuple[float, Any]) -> float:
+    return entry[0]

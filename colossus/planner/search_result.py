@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from colossus.arithmetic import byte_count, counted
 from colossus.planner.plan_estimate import PlanEstimate
@@ -18,6 +19,8 @@ class SearchResult:
         nearest: the plan that exceeds the memory least, if none fits.
         seconds: seconds of the search.
         stopped: whether Ctrl-C ended the search early.
+        usual: plans that people run by the name of their kind, with the least recomputation that fits, and those that
+            do not fit in any way.
     """
 
     plans: list[PlanEstimate]
@@ -25,6 +28,7 @@ class SearchResult:
     nearest: PlanEstimate | None
     seconds: float
     stopped: bool = False
+    usual: Mapping[str, PlanEstimate] = field(default_factory=dict)
 
     def nothing_fits(self, devices: int, memory: float) -> str:
         """Say that no plan fits, and how much the nearest one needs.

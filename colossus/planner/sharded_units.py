@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from colossus.planner.parameter_facts import ROOT, ModelFacts, ParameterFacts, ParameterKind
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
-
-
-@dataclass(frozen=True)
-class ShardedUnits:
-    """The parameters of a rank.
-
-    Attributes:
-        blocks: block in the chain (0 if the model is no chain) and parameters of each unit.
-        root: parameters that ZeRO cuts and that belong to no unit, or to several.
-        whole: parameters that are stored whole.
-        every: all parameters, in the order of the model.
-    """
-
-    blocks: Sequence[tuple[int, Sequence[ParameterFacts]]]
-    root: Sequence[ParameterFacts]
-    whole: Sequence[ParameterFacts]
-    every: Sequence[ParameterFacts]
-
-    @property
-    def cut(self) -> list[ParameterFacts]:
-        """Return the parameters that ZeRO cuts into rows."""
-        return [param for _, of_block in self.blocks for param in of_block] + [*self.root]
 
 
 @dataclass(frozen=True)
@@ -48,6 +27,48 @@ class StoredParameter:
     elements: int
     dtype: str
     rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShardedUnits:
+    """The parameters of a rank.
+
+    Attributes:
+        axes: axes of the plan.
+        blocks: block in the chain (0 if the model is no chain) and parameters of each unit.
+        root: parameters that ZeRO cuts and that belong to no unit, or to several.
+        whole: parameters that are stored whole.
+        every: all parameters, in the order of the model.
+    """
+
+    axes: PlanAxes
+    blocks: Sequence[tuple[int, Sequence[ParameterFacts]]]
+    root: Sequence[ParameterFacts]
+    whole: Sequence[ParameterFacts]
+    every: Sequence[ParameterFacts]
+
+    @cached_property
+    def cut(self) -> list[ParameterFacts]:
+        """Return the parameters that ZeRO cuts into rows."""
+        return [param for _, of_block in self.blocks for param in of_block] + [*self.root]
+
+    @cached_property
+    def stored(self) -> list[StoredParameter]:
+        """Return the trained parameters of a rank as its optimizer has them, in the order of the model."""
+        cut = {param.name for param in self.cut}
+        stored = []
+        for param in self.every:
+            kind = param.kind
+            if not kind.is_trainable:
+                continue
+            if param.name not in cut:
+                stored.append(StoredParameter(param, kind.shape, kind.elements, kind.dtype, ()))
+                continue
+            rows = self.axes.rows_of(kind.cut_axes)
+            number = rows_per_rank(kind, self.axes.size(rows))
+            shape = (number, *kind.shape[1:])
+            stored.append(StoredParameter(param, shape, number * kind.row, kind.sharded[3], rows))
+        return stored
 
 
 def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> ShardedUnits:
@@ -73,7 +94,7 @@ def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> Shar
         else:
             users = {unit if unit in place else ROOT for unit in param.units}
             (of_unit[users.pop()] if len(users) == 1 and ROOT not in users else root).append(param)
-    return ShardedUnits([(place[unit], params) for unit, params in of_unit.items() if params], root, whole, every)
+    return ShardedUnits(axes, [(place[unit], params) for unit, params in of_unit.items() if params], root, whole, every)
 
 
 def parameters_on(model: ModelFacts, stages: RankStages) -> list[ParameterFacts]:
@@ -85,21 +106,3 @@ def parameters_on(model: ModelFacts, stages: RankStages) -> list[ParameterFacts]
 def rows_per_rank(kind: ParameterKind, ranks: int) -> int:
     """Return the rows that each of ``ranks`` ranks stores, padding included."""
     return sum(-(-rows // ranks) for rows in kind.rows)
-
-
-def as_stored(units: ShardedUnits, axes: PlanAxes) -> list[StoredParameter]:
-    """Return the trained parameters of a rank as its optimizer has them, in the order of the model."""
-    cut = {param.name for param in units.cut}
-    stored = []
-    for param in units.every:
-        kind = param.kind
-        if not kind.is_trainable:
-            continue
-        if param.name not in cut:
-            stored.append(StoredParameter(param, kind.shape, kind.elements, kind.dtype, ()))
-            continue
-        rows = axes.rows_of(kind.cut_axes)
-        number = rows_per_rank(kind, axes.size(rows))
-        shape = (number, *kind.shape[1:])
-        stored.append(StoredParameter(param, shape, number * kind.row, kind.sharded[3], rows))
-    return stored

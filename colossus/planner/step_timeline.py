@@ -10,11 +10,10 @@ from functools import cached_property
 from colossus.config import Config
 from colossus.planner.beside import BlockSeconds, run_beside
 from colossus.planner.collective import Collective
-from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.step_traffic import StepTraffic
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
@@ -45,26 +44,16 @@ class RankTimeline:
 
     Args:
         profile: profile of the layout.
-        stages: stages of the rank.
-        traffic: collectives of its weights and gradients.
+        rank: the rank.
         player: player of traces for the plan.
     """
 
-    def __init__(self, profile: LayoutProfile, stages: RankStages, traffic: StepTraffic, player: TracePlayer) -> None:
-        self.profile, self.stages, self.traffic, self.player = profile, stages, traffic, player
+    def __init__(self, profile: LayoutProfile, rank: PlanRank, player: TracePlayer) -> None:
+        self.profile, self.stages, self.player = profile, rank.stages, player
+        self.traffic = traffic = rank.traffic_with(profile.optimizer)
         self._costs: dict[tuple[str, int, bool, bool], ActionCost] = {}
         self._gathers = {(gather.stage, gather.block): gather for gather in traffic.gathers}
-        self._last = {action.stage: action for action in stages.actions if action.kind in LAST_USE}
-
-    @classmethod
-    def of(cls, config: Config, profile: LayoutProfile, stages: RankStages, player: TracePlayer) -> RankTimeline:
-        """Return the timeline of a rank of a plan whose layout has this profile."""
-        placement = player.placement
-        traffic = gradient_traffic(
-            profile.facts, config, stages, profile.optimizer, on_cpu=not player.hardware.overlaps,
-            ranks_per_host=placement.of("data").on_a_host,
-        )  # fmt: skip
-        return cls(profile, stages, traffic, player)
+        self._last = {action.stage: action for action in self.stages.actions if action.kind in LAST_USE}
 
     def seconds(self, action: Action) -> float:
         """Return the seconds for which an action occupies its rank."""
@@ -200,6 +189,21 @@ def _trace(block: BlockProfile, kind: str) -> Trace:
     if kind == "backward_weight":  # without a split backward, the trace of backward includes it
         return block.wgrad or _NOTHING
     return block.backward
+
+
+def ranks_for(
+    player: TracePlayer, config: Config, profile: LayoutProfile, stages: Sequence[RankStages]
+) -> list[PlanRank]:
+    """Return pipeline ranks of a plan whose layout has this profile, on the player's hardware.
+
+    Args:
+        player: player of traces for the plan.
+        config: resolved config of the plan.
+        profile: profile of its layout.
+        stages: stages of each rank.
+    """
+    on_cpu, per_host = not player.hardware.overlaps, player.placement.of("data").on_a_host
+    return [plan_rank(profile.facts, config, own, on_cpu=on_cpu, ranks_per_host=per_host) for own in stages]
 
 
 def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list[Span]], list[float]]:

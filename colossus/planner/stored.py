@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from colossus.config import Config
+from colossus.planner.gradient_traffic import PlanRank
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, itemsize
-from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import as_stored, rows_per_rank, sharded_units
+from colossus.planner.sharded_units import rows_per_rank
 
 
-def stored_bytes(
-    model: ModelFacts, config: Config, stages: RankStages, optimizer: OptimizerMemory, *, exact: bool = True
-) -> StoredBytes:
+def stored_bytes(model: ModelFacts, rank: PlanRank, optimizer: OptimizerMemory, *, exact: bool = True) -> StoredBytes:
     """Return the bytes that one pipeline rank stores under its data-parallel strategy.
 
     Args:
         model: facts of the model.
-        config: resolved config of a plan with the layout of ``model``.
-        stages: stages of the rank.
+        rank: the rank.
         optimizer: memory of the optimizer.
         exact: see `OptimizerMemory.bytes`.
     """
-    axes, zero = PlanAxes(config), config.parallel.zero
-    units = sharded_units(model, axes, stages)
+    units, axes, zero = rank.units, rank.units.axes, rank.config.parallel.zero
     weights = sum(param.kind.elements * itemsize(param.kind.dtype) for param in units.whole)
-    weights += _buffers(model, stages)
+    weights += _buffers(model, rank.stages)
     between = sum(gradient_bytes(param) for param in units.whole if param.kind.is_trainable)
     offloads = bool(axes.stage and zero.offload)
     rows = 0
@@ -42,7 +37,7 @@ def stored_bytes(
             rows += elements * itemsize(stored)
         if kind.is_trainable:
             between += elements * itemsize(stored)
-    state, update = optimizer.bytes(config, axes, as_stored(units, axes), exact=exact)
+    state, update = optimizer.bytes(rank.config, axes, units.stored, exact=exact)
     return StoredBytes(weights + rows, state, between, update, rows + state if offloads else 0)
 
 

@@ -182,6 +182,18 @@ def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.Capture
     assert (searched["devices"], searched["hosts"], searched["memory"], searched["top"]) == (16, 2, 80e9, 10)
 
 
+def test_usual_plans_that_do_not_fit_are_listed_too(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = estimates(config)
+    searched["result"] = replace(searched["result"], usual={"FSDP": one, "HSDP": two})
+    assert main(line(config, "--memory", "65GB")) == 0
+    rows = capsys.readouterr().out.split("usual plans\n")[1].split("\n\n")[0].splitlines()
+    assert rows[1].split()[:2] == ["FSDP", "1.25"]
+    assert rows[3].startswith("HSDP, does not fit   1.5 s")
+    assert searched["usual"]
+
+
 def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line(config, "--explain")) == 0
     first = capsys.readouterr().out

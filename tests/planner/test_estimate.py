@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.real_sizes import LLAMA_70B, run_of
 
+from colossus.cli.plan_table import plan_words
 from colossus.config import Config, load_config
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
@@ -121,12 +122,29 @@ def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
     assert again.plans[0].overrides == result.plans[0].overrides
 
 
-def test_the_plan_that_most_people_run_is_found() -> None:
-    """Llama 3 70B on 64 devices of 80 GB: weights that stay for a step do not fit, those of two blocks do."""
+def test_the_plans_that_most_people_run_are_listed() -> None:
+    """Llama 3 70B on 64 devices of 80 GB: FSDP fits with full recomputation, copies on each host do not fit."""
     config = load_config(run_of(LLAMA_70B, layers=80, data=64, zero=3))
     alone = dict(tensor=1, sequence=1, pipeline=1)
-    result = search(config, FromDataSheet("h100"), devices=64, hosts=8, memory=80e9, keep=alone)
-    parallel = result.plans[0].config.parallel
-    assert (parallel.data, parallel.zero.stage, parallel.tensor.weights) == (64, 3, "matmul")
-    assert result.plans[0].config.train.activation_checkpoint.type == "full"
-    assert 44e9 < result.plans[0].memory.fullest.total < 46e9
+    result = search(config, FromDataSheet("h100"), devices=64, hosts=8, memory=80e9, keep=alone, usual=True)
+    fsdp, hsdp = result.usual["FSDP"], result.usual["HSDP"]
+    assert result.plans[0] == fsdp
+    assert plan_words(fsdp.config) == "data 64, ZeRO 3, full checkpointing"
+    assert plan_words(hsdp.config) == "data 64, ZeRO 3 in groups of 8, full checkpointing"
+    assert (fsdp.memory.fullest.total, hsdp.memory.fullest.total) == pytest.approx((44.9e9, 201e9), rel=0.01)
+
+
+def test_usual_plans_of_hosts_are_listed_with_the_least_recomputation_that_fits() -> None:
+    config = _config(train=dict(global_batch_size=8))
+    result = search(config, H100, devices=8, hosts=4, keep=dict(sequence=1), usual=True)
+    words = {name: plan_words(plan.config).partition(", ZeRO")[0] for name, plan in result.usual.items()}
+    assert words == {
+        "FSDP": "data 8",
+        "HSDP": "data 8",
+        "1D x FSDP": "data 4 x tensor 2 (1d)",
+        "1D split x FSDP": "data 4 x tensor 2 (1d, sequence sharded)",
+        "1D x pipeline": words["1D x pipeline"],
+        "1D split x pipeline": words["1D split x pipeline"],
+    }
+    assert all("x pipeline" in words[name] for name in ("1D x pipeline", "1D split x pipeline"))
+    assert {plan.config.train.activation_checkpoint.type for plan in result.usual.values()} == {"none"}

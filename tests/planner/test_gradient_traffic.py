@@ -19,7 +19,7 @@ from torch import Tensor
 import colossus
 from colossus.comm import accounting, collectives
 from colossus.context.groups import AxisGroup
-from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.planner.gradient_traffic import plan_rank
 from colossus.planner.plan_stages import stages_of
 
 #: whose collectives are composed; layers have others
@@ -74,7 +74,7 @@ def _composed(config: dict[str, Any], world: int) -> list[Counts]:
     resolved, profile = resolved_with_layout(config, world)
     found = []
     for stages in stages_of(resolved, profile):
-        traffic = gradient_traffic(profile.facts, resolved, stages, profile.optimizer, on_cpu=True)
+        traffic = plan_rank(profile.facts, resolved, stages, on_cpu=True).traffic_with(profile.optimizer)
         counts: dict[tuple[str, str, str], tuple[int, float]] = {}
         for collective, times in traffic.counts(stages).items():
             key = collective.operation, collective.axes, collective.dtype
@@ -211,7 +211,7 @@ def test_reductions_start_with_their_blocks() -> None:
     for config, of_plan in zip(configs, happened, strict=True):
         resolved, profile = resolved_with_layout(config, 2)
         (stages,) = stages_of(resolved, profile)
-        reductions = gradient_traffic(profile.facts, resolved, stages, on_cpu=True).reductions
+        reductions = plan_rank(profile.facts, resolved, stages, on_cpu=True).traffic.reductions
         composed = []
         for block in (*reversed(range(len(profile.facts.blocks))), None):
             for when in ("last", "each"):

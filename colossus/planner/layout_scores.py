@@ -1,0 +1,158 @@
+"""The scores of the plans of one layout: those that are likely by its profile, with the least sharding that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from colossus.config import ConfigError
+from colossus.planner.candidates import Candidate
+from colossus.planner.estimate import Estimator
+from colossus.planner.lower_bounds import LowerBounds
+from colossus.planner.model_layouts import SCOPES, ModelLayout
+from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
+
+#: for a layout, the most combinations of replicas, stages, microbatches and schedule that are scored
+_MOST_SIZES = 10
+
+
+@dataclass
+class LayoutScores:
+    """A layout that the search has visited.
+
+    Attributes:
+        layout: the layout.
+        every: its plans.
+        candidates: those that may fit by the lower bound of their memory.
+        estimator: estimator of plans.
+        bounds: lower bounds.
+        memory: bytes of a device.
+        scored: (seconds, plan) of the scored plans that fit.
+        too_large: (bytes, plan) of those that do not.
+        refusals: errors of plans that cannot be scored.
+    """
+
+    layout: ModelLayout
+    every: Sequence[Candidate]
+    estimator: Estimator
+    bounds: LowerBounds
+    memory: float
+    scored: list[tuple[float, Candidate]] = field(default_factory=list)
+    too_large: list[tuple[float, Candidate]] = field(default_factory=list)
+    refusals: list[ConfigError] = field(default_factory=list)
+    _tried: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        return [candidate for candidate in self.every if self.bounds.memory(candidate.config) <= self.memory]
+
+    @cached_property
+    def profiled(self) -> Candidate:
+        """Return the plan that is profiled for all: one with the smallest microbatch, and ZeRO if there is a choice."""
+        return min(self.every, key=lambda candidate: (candidate.samples, not candidate.config.parallel.zero.stage))
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of its best plan, or infinite."""
+        return min((seconds for seconds, _ in self.scored), default=float("inf"))
+
+    def score_likely(self, candidates: Sequence[Candidate], most: Callable[[], float]) -> float:
+        """Score the plans that are likely by the profile; of those that differ in ZeRO, the first that fit.
+
+        Args:
+            candidates: plans of the layout.
+            most: returns the seconds that a plan may take to be of interest.
+
+        Returns:
+            The seconds of the best of these plans, infinite if none fits.
+        """
+        groups: dict[Any, list[Candidate]] = {}
+        for candidate in candidates:
+            groups.setdefault(candidate.all_but_zero, []).append(candidate)
+        for group in groups.values():
+            group.sort(key=self._size_of, reverse=True)
+        first = self.profiled
+        try:
+            profile = self.estimator.profile(first.config, split_backward=False)
+        except ConfigError as error:
+            self.refusals.append(error)
+            return float("inf")
+        by_samples: dict[int, float] = {}
+
+        def likely(group: Sequence[Candidate]) -> float:
+            samples = group[0].samples
+            if samples not in by_samples:
+                player = self.estimator.player(first.config, samples / first.samples)
+                by_samples[samples] = seconds_of_microbatch(profile, player)
+            return seconds_by_count(group[0].config, by_samples[samples])
+
+        #: plans of 1F1B with the least memory, by pipeline ranks and samples: other schedules save as much, or more
+        smallest = {group[0].size: group[-1] for group in groups.values() if group[0].config.schedule.type == "1f1b"}
+
+        def is_too_large(size: tuple[int, int]) -> bool:
+            fewer = min((other for other in smallest if other[0] == size[0]), default=size)
+            plain = [smallest[place] for place in (fewer, size) if place in smallest]
+            return any(self.score(candidate) == float("inf") for candidate in plain)
+
+        best, fitting = float("inf"), 0
+        for group in sorted(groups.values(), key=likely):
+            if fitting == _MOST_SIZES or likely(group) > most():
+                break
+            if not is_too_large(group[0].size):
+                seconds = self._score_first_that_fit(group)
+                best, fitting = min(best, seconds), fitting + (seconds < float("inf"))
+        return best
+
+    def score_smallest(self, candidates: Sequence[Candidate], number: int) -> None:
+        """Score the plans that may need least, to find one that fits or how much is missing."""
+        for candidate in sorted(candidates, key=self._size_of)[:number]:
+            self.score(candidate)
+
+    def _size_of(self, candidate: Candidate) -> tuple[float, int]:
+        """Return a key of a plan's memory: the lower bound, and how long gathered weights stay."""
+        return self.bounds.memory(candidate.config), SCOPES.index(candidate.config.parallel.tensor.weights)
+
+    def _score_first_that_fit(self, candidates: Sequence[Candidate]) -> float:
+        """Score the first plan that fits, by bisection, and the next one; return the seconds of the faster of the two.
+
+        The plans differ in ZeRO. Those that need most memory, and send least, come first. If none fits, the result is
+        infinite.
+        """
+        low, high = 0, len(candidates) - 1
+        tried = [self.score(candidates[high])]
+        while low < high and tried[0] < float("inf"):
+            middle = (low + high) // 2
+            tried.append(self.score(candidates[middle]))
+            low, high = (low, middle) if tried[-1] < float("inf") else (middle + 1, high)
+        if tried[0] < float("inf"):
+            tried += [self.score(other) for other in candidates[low + 1 : low + 2]]
+        return min(tried)
+
+    def score(self, candidate: Candidate) -> float:
+        """Return the seconds of a plan, infinite if it does not fit."""
+        if candidate.overrides not in self._tried:
+            self._tried[candidate.overrides] = self._score_new(candidate)
+        return self._tried[candidate.overrides]
+
+    def _score_new(self, candidate: Candidate) -> float:
+        try:
+            config, overrides = self.estimator.with_stated_split(candidate.config, candidate.overrides)
+            candidate = Candidate(config, tuple(overrides))
+            result = self._score_of(candidate)
+        except ValueError as error:
+            self.refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+            return float("inf")
+        if result.seconds == float("inf"):
+            self.too_large.append((result.memory.fullest.total, candidate))
+        else:
+            self.scored.append((result.seconds, candidate))
+        return result.seconds
+
+    def _score_of(self, candidate: Candidate) -> Score:
+        """Score a plan by the profile of its layout with the smallest microbatch."""
+        first, config = self.profiled, candidate.config
+        profile = self.estimator.profile(first.config, split_backward=False)
+        times = candidate.samples / first.samples
+        return score(config, profile, self.estimator.player(config, times), times=times, most=self.memory)
