@@ -3,16 +3,16 @@
     python -m benchmarks.paper_plans
     python -m benchmarks.paper_plans --only gpt3 --no-search
 
-Of each case three lines: what was measured there; what is predicted here for the published plan, as far as our options
-express it; the best plan that is found here on the same devices. Devices are data sheets, nothing of them is measured.
-The sources stand beside the cases, and what of a plan is ours in `docs/planner.md`.
+For each case: the speed that was published, the speed that is predicted for that plan, as far as our options express
+it, and the best plan that is found here on the same devices. Devices are data sheets, nothing of them is measured. The
+sources stand beside the cases, and what differs in `docs/cost-model.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import common
@@ -29,6 +29,9 @@ from colossus.planner.search import search
 FOLDER = Path(__file__).parent / "papers"
 #: of each device: eight HDR InfiniBand cards for the eight A100 of a host of Selene (2205.05198)
 HDR = Link(NETWORK_STEP, LINK_EFFICIENCY * 200e9 / 8)
+#: H100 of 500 W, 96 GB and 2.4 TB/s, whose peak is between those of H100 NVL (400 W) and SXM (700 W), in torchtitan's
+#: words; here a third of the way, by watts
+GRAND_TETON = dict(matmul=0.75 * (835.5 + (989.5 - 835.5) / 3) / 989.5, memory=96e9, memory_bandwidth=2.4e12)
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,13 @@ class Case:
 
     Attributes:
         file: of `FOLDER`.
+        device: name of a data sheet.
         overrides: the published plan; None where it was not published.
-        speed: tokens per second and device, measured there.
-        mfu: as published, or from what was.
+        speed: tokens per second and device, measured there; None where only ``mfu`` was published.
+        mfu: as published.
         source: where.
+        differs: what ran there and is not predicted, where it is more than a tenth of a step: the two are not compared.
+        changed: figures of the device that differ from the sheet's.
     """
 
     name: str
@@ -51,6 +57,8 @@ class Case:
     speed: float | None
     mfu: float | None
     source: str
+    differs: str = ""
+    changed: Mapping[str, float] = field(default_factory=dict)
 
     def config(self, *overrides: str) -> Config:
         return load_config(FOLDER / f"{self.file}.py", overrides)
@@ -59,62 +67,101 @@ class Case:
     def devices(self) -> int:
         return int(self.name.rpartition(" on ")[2].split()[0].replace(",", ""))
 
+    @property
+    def hosts(self) -> int:
+        return max(1, self.devices // 8)
+
+    def hardware(self, **changed: float) -> FromDataSheet:
+        return FromDataSheet(self.device, self.network, **{**self.changed, **changed})
+
+    def ratio(self, estimate: PlanEstimate) -> float | None:
+        """Return a predicted speed over the published one."""
+        if self.speed is not None:
+            return estimate.tokens_per_second / self.devices / self.speed
+        return estimate.mfu / self.mfu if estimate.mfu and self.mfu else None
+
 
 def _full(*others: str) -> tuple[str, ...]:
     return (*others, "train.activation_checkpoint=full")
 
 
+#: weights in bf16 beside masters in fp32, as Megatron keeps them
+_MASTERS = "train.precision.params=bf16"
+_WHOLE_TOKENS = "parallel.tensor.sequence_sharded=False"
+_NO_TENSOR = ("parallel.tensor.size=1", _WHOLE_TOKENS)
 _GPT_1024 = _full(
-    "parallel.data=16", "train.global_batch_size=1536", "schedule.microbatches=96",
-    "parallel.tensor.sequence_sharded=False",
-)  # fmt: skip
+    _MASTERS, "parallel.data=16", "train.global_batch_size=1536", "schedule.microbatches=96", _WHOLE_TOKENS
+)
 _LONG = ("model.seq_len=131072", "train.global_batch_size=128")
+_TITAN, _TITAN_A100 = "torchtitan, December 2024", "torchtitan, docs/performance.md of 2024"
 CASES = (
     Case(
-        "GPT-3 175B on 64 A100", "gpt3_175b", "a100", HDR, (),
+        "GPT-3 175B on 64 A100", "gpt3_175b", "a100", HDR, (_MASTERS,),
         64 * 2048 / 13.75 / 64, 0.514, "2205.05198, table 5, present work: 13.75 s",
     ),
     Case(
-        "GPT-3 175B, all recomputed, on 64 A100", "gpt3_175b", "a100", HDR,
-        _full("parallel.tensor.sequence_sharded=False"),
+        "GPT-3 175B, all recomputed, on 64 A100", "gpt3_175b", "a100", HDR, _full(_MASTERS, _WHOLE_TOKENS),
         64 * 2048 / 18.13 / 64, 0.514 * 13.75 / 18.13, "2205.05198, table 5, full recompute: 18.13 s",
+        differs="squares of attention through memory, dropout",
     ),
     # 140 TFLOP/s with a second forward: a step is 8 operations for each parameter and token instead of 6
     Case(
         "GPT-3 175B on 1,024 A100", "gpt3_175b", "a100", HDR, _GPT_1024,
         140e12 / (8 * 175e9), 140 / 312 * 6 / 8, "2104.04473, section 5.1: batch 1,536, 140 TFLOP/s; sizes not given",
+        differs="plan not given; squares of attention through memory, dropout, gradients after backward",
+    ),
+    Case("Llama 3 8B on 64 A100", "llama3_8b", "a100", HDR, (), 2904.0, None, f"{_TITAN_A100}: selective layer"),
+    Case(
+        "Llama 3 70B on 64 A100", "llama3_70b", "a100", HDR,
+        ("parallel.data=64", *_NO_TENSOR, "train.global_batch_size=64"), 331.0, None, _TITAN_A100,
+    ),
+    Case(
+        "Llama 3 8B on 8 H100", "llama3_8b", "h100", NETWORK, ("parallel.data=8", "train.global_batch_size=16"),
+        5762.0, None, f"{_TITAN}, table 1, FSDP", changed=GRAND_TETON,
+    ),
+    Case(
+        "Llama 3 8B on 128 H100", "llama3_8b", "h100", NETWORK, ("parallel.data=128", "train.global_batch_size=256"),
+        5605.0, None, f"{_TITAN}, table 3, FSDP", changed=GRAND_TETON,
+    ),
+    Case(
+        "Llama 3 8B on 64 H100", "llama3_8b", "h100", NETWORK,
+        ("parallel.data=8", "parallel.tensor.size=8", "parallel.tensor.sequence_sharded=True",
+         "train.global_batch_size=96"),
+        4378.0, None, "torchtitan, June 2025, bf16, vanilla TP, compiled", changed=GRAND_TETON,
+    ),
+    Case(
+        "Llama 3 70B on 256 H100", "llama3_70b", "h100", NETWORK, (),
+        597.3, None, "torchtitan, June 2025, bf16, vanilla TP, compiled", changed=GRAND_TETON,
     ),
     Case(
         "Llama 3 70B on 64 H100", "llama3_70b", "h100", NETWORK,
         ("parallel.data=2", "parallel.tensor.size=4", "parallel.pipeline=8", "parallel.zero=1",
          "schedule.type=interleaved", "schedule.chunks=5", "schedule.microbatches=64", "train.global_batch_size=128",
          "train.activation_checkpoint=none"),
-        1619.0, None, "Megatron Bridge 25.09, fp8",
-    ),
-    Case(
-        "Llama 3 70B on 256 H100", "llama3_70b", "h100", NETWORK, (),
-        876.0, None, "torchtitan, December 2024, table 4, fp8, AsyncTP, H100 of 500 W and 96 GB",
+        1619.0, None, "Megatron Bridge 25.09", differs="fp8",
     ),
     Case("Llama 3 70B on 512 H100", "llama3_70b", "h100", NETWORK, None, None, None, "-"),
     Case(
         "Llama 3 405B on 512 H100", "llama3_405b", "h100", NETWORK,
         _full("parallel.data=8", "parallel.pipeline=8", "parallel.zero=1", "schedule.microbatches=32",
               "schedule.chunks=2", "train.global_batch_size=256"),
-        128.0, None, "torchtitan, December 2024, table 5, fp8, AsyncTP, interleaved, H100 of 500 W and 96 GB",
+        128.0, None, f"{_TITAN}, table 5, AsyncTP, interleaved", differs="fp8", changed=GRAND_TETON,
     ),
-    Case("Llama 3 405B on 8,192 H100", "llama3_405b", "h100", NETWORK, (), None, 0.43, "2407.21783, table 4"),
+    Case(
+        "Llama 3 405B on 8,192 H100", "llama3_405b", "h100", NETWORK, (_MASTERS,), None, 0.43, "2407.21783, table 4"
+    ),
     Case(
         "Llama 3 405B on 16,384 H100", "llama3_405b", "h100", NETWORK,
-        ("parallel.data=128", "schedule.microbatches=16"), None, 0.41, "2407.21783, table 4",
+        (_MASTERS, "parallel.data=128", "schedule.microbatches=16"), None, 0.41, "2407.21783, table 4",
     ),
     Case(
         "Llama 3 405B, 131,072 tokens, on 16,384 H100", "llama3_405b", "h100", NETWORK,
-        (*_LONG, "parallel.data=8", "parallel.sequence=16", "schedule.microbatches=16"),
-        None, 0.38, "2407.21783, table 4",
+        (_MASTERS, *_LONG, "parallel.data=8", "parallel.sequence=16", "schedule.microbatches=16"),
+        None, 0.38, "2407.21783, table 4", differs="another kernel of attention; which square MFU counts is not said",
     ),
     Case(
         "DeepSeek-V3 671B on 2,048 H800", "deepseek_v3", "h800", NETWORK, (),
-        272.80e9 / 86400 / 2048, 0.4373, "2505.09343, table 4, fp8: 19.926 s",
+        272.80e9 / 86400 / 2048, 0.4373, "2505.09343, table 4: 19.926 s", differs="fp8, DualPipe, groups of experts",
     ),
 )  # fmt: skip
 
@@ -127,13 +174,14 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _cells(estimate: PlanEstimate, devices: int) -> list[str]:
-    speed = estimate.tokens_per_second / devices
+def _cells(case: Case, plan: PlanEstimate) -> list[str]:
+    ratio = case.ratio(plan)
     return [
-        _number(speed),
-        _percent(estimate.mfu),
-        byte_count(estimate.memory.fullest.total),
-        plan_words(estimate.config),
+        _number(plan.tokens_per_second / case.devices),
+        _percent(plan.mfu),
+        "" if ratio is None else f"{ratio:.2f}",
+        byte_count(plan.memory.fullest.total),
+        plan_words(plan.config),
     ]
 
 
@@ -142,15 +190,15 @@ def run(case: Case, *, searches: bool) -> list[list[str]]:
 
     A plan that does not fit is also predicted with full activation checkpointing; where none fits the nearest is a row.
     """
-    hardware, hosts = FromDataSheet(case.device, network=case.network), max(1, case.devices // 8)
-    rows = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", case.source]]
+    rows = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", "", case.source]]
 
     def add(what: str, plan: PlanEstimate | None) -> None:
         if plan is not None:
-            rows.append(["", what, *_cells(plan, case.devices)])
+            rows.append(["", what, *_cells(case, plan)])
 
+    hardware = case.hardware()
     if case.overrides is not None:
-        estimator, config = Estimator(hardware, hosts=hosts), case.config(*case.overrides)
+        estimator, config = Estimator(hardware, hosts=case.hosts), case.config(*case.overrides)
         assert world_size(config.parallel) == case.devices, case.name
         published = estimator.estimate(config)
         add("that plan here", published)
@@ -158,7 +206,7 @@ def run(case: Case, *, searches: bool) -> list[list[str]]:
             add("that plan, recomputed", estimator.estimate(case.config(*_full(*case.overrides))))
     if searches:
         config = case.config(*(case.overrides or ()))
-        result = search(config, hardware, devices=case.devices, hosts=hosts, top=1)
+        result = search(config, hardware, devices=case.devices, hosts=case.hosts, top=1)
         add("best here", next(iter(result.plans), None))
         add("nearest here", result.nearest)
     return rows
@@ -172,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in CASES:
         if args.only.lower() not in f"{case.file} {case.name}".lower():
             continue
-        header = ("case", "", "tokens/s/device", "MFU", "memory", "plan, or source")
+        header = ("case", "", "tokens/s/device", "MFU", "here / published", "memory", "plan, or source")
         common.print_table("", header, run(case, searches=not args.no_search))
 
 

@@ -1,4 +1,4 @@
-"""The published models of benchmarks/papers: their sizes, and the plans that were published for them."""
+"""The published models of benchmarks/papers: their sizes, the plans that were published for them, and their speeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from colossus.config import load_config, model_options
 from colossus.config.plans import world_size
+from colossus.planner.estimate import Estimator
 from colossus.planner.lower_bounds import Sizes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,8 @@ from benchmarks.paper_plans import CASES, FOLDER, Case  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("file", "billions"), [("gpt3_175b", 175), ("llama3_70b", 70.6), ("llama3_405b", 405.8), ("deepseek_v3", 704)]
+    ("file", "billions"),
+    [("gpt3_175b", 175), ("llama3_8b", 8.03), ("llama3_70b", 70.6), ("llama3_405b", 405.8), ("deepseek_v3", 704)],
 )
 def test_models_have_the_parameters_of_their_papers(file: str, billions: float) -> None:
     sizes = Sizes.of(model_options(load_config(FOLDER / f"{file}.py")))
@@ -32,6 +34,34 @@ def test_published_plans_fit_their_devices(case: Case) -> None:
     config = case.config(*(case.overrides or ()))
     if case.overrides is not None:
         assert world_size(config.parallel) == case.devices
+
+
+#: recorded in a fraction of a second; every second block of the 8B is checkpointed, so that each of its blocks is
+QUICK = (
+    "GPT-3 175B on 64 A100", "Llama 3 70B on 64 A100", "Llama 3 70B on 256 H100", "Llama 3 405B on 16,384 H100",
+)  # fmt: skip
+COMPARED = [case for case in CASES if case.speed or case.mfu if not case.differs]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] * (case.name not in QUICK), id=case.name) for case in COMPARED],
+)
+def test_predicted_speeds_are_within_a_tenth_of_the_published(case: Case) -> None:
+    ratio = case.ratio(Estimator(case.hardware(), hosts=case.hosts).estimate(case.config(*(case.overrides or ()))))
+    assert ratio is not None
+    assert 0.9 <= ratio <= 1.1
+
+
+@pytest.mark.parametrize("term", ["matmul", "memory_bandwidth", "link"])
+def test_no_term_can_be_left_out(term: str) -> None:
+    """Products at their peak, memory or links that take no time: each alone is seen."""
+    case = next(case for case in CASES if case.name == QUICK[2])
+    ratio = case.ratio(
+        Estimator(case.hardware(**{term: 1.0 if term == "matmul" else 1e15}), hosts=case.hosts).estimate(case.config())
+    )
+    assert ratio is not None
+    assert ratio > 1.1
 
 
 def test_1d_ends_where_each_rank_has_one_head() -> None:
