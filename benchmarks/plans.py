@@ -57,9 +57,19 @@ PLANS = (
     "data=2 tensor=2 pipeline=2 schedule.microbatches=4",
     "tensor.mode=3d tensor.size=8",
     "sequence=4 data=2",
+    "data=2 zero=1",
+    "data=2 zero=2 schedule.microbatches=4",
+    "data=4 zero.stage=3 zero.shard=2",
+    "tensor.size=2 tensor.sequence_sharded=True train.activation_checkpoint=selective",
+    "tensor=4",
+    "tensor.mode=2d tensor.size=4 tensor.weights=step",
+    "tensor.mode=2.5d tensor.size=8 tensor.depth=2",
+    "pipeline=2 schedule.type=zb-h1 schedule.microbatches=4",
+    "pipeline=2 schedule.type=interleaved schedule.chunks=2 schedule.microbatches=4",
+    "sequence=4",
 )
 #: of what a machine is measured at where it is only to run
-SMOKE = replace(ON_CPU, matmul=(8, 64), lengths=(32, 64), messages=(1 << 10, 1 << 16), seconds=0.0)
+SMOKE = replace(ON_CPU, matmul=(8, 64), lengths=(32, 64), messages=(1 << 10, 1 << 16), seconds=0.0, steps=1)
 OWN = ("checkpoint.every=0", "train.eval_every=0")
 #: of a plan; and of those of a group together, which are all there while one of them runs
 MOST_RANKS, RANKS_OF_GROUP = 8, 20

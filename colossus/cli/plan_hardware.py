@@ -74,6 +74,7 @@ def _measured_now(network: Link | None, devices: int, dtype: str) -> Hardware:
         lengths=(128, 512),
         messages=ON_CPU.messages[1:-1:2],
         seconds=4.0,
+        steps=5,
     )
     try:
         return Measured(measure_ranks(devices, "cpu", sizes), network)

@@ -16,6 +16,7 @@ from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.device_timing import OPERATORS
 from colossus.doctor.network import rank_options
 from colossus.doctor.rank_timing import Seconds, group_sizes, time_cases
+from colossus.doctor.step_timing import step_factor
 from colossus.doctor.timing_sizes import ON_CPU, ON_CUDA, Sizes
 from colossus.hardware.hardware import OPERATIONS, ranks_at_once
 from colossus.hardware.measured import (
@@ -78,7 +79,7 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
     for of_rank in of_ranks:
         for case, seconds in of_rank.items():
             slowest[case] = max(seconds, slowest.get(case, 0.0))
-    return MeasuredFile(
+    file = MeasuredFile(
         version=VERSION,
         colossus=colossus.__version__,
         torch=torch.__version__,
@@ -102,6 +103,7 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
             if (table := _collective(slowest, operation, ranks)) is not None
         ],
     )
+    return file.model_copy(update={"step_factor": step_factor(file, sizes.steps)}) if sizes.steps else file
 
 
 def _products(slowest: Seconds, dtype: str, sizes: Sizes) -> ProductTable:
@@ -147,6 +149,8 @@ def tables(results: MeasuredFile) -> str:
         f"an operator has an overhead of {_time(results.operator_seconds)}"
     )
     parts.append(_operator_rows(results))
+    if results.step_factor != 1.0:
+        parts.append(f"a training step takes {results.step_factor:.2f} times as long as its operators by these tables")
     for ranks in sorted({table.ranks for table in results.collectives}):
         of_size = [table for table in results.collectives if table.ranks == ranks]
         parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(of_size)}")

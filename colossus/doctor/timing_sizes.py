@@ -21,6 +21,7 @@ class Sizes:
         memory: bytes of a tensor that is too large for caches.
         messages: bytes of the whole tensor of a collective.
         seconds: approximate time for all blocks together; at least two blocks run.
+        steps: training steps of one process that are timed behind the parts; 0: none.
     """
 
     dtypes: tuple[str, ...]
@@ -33,15 +34,26 @@ class Sizes:
     memory: int
     messages: tuple[int, ...]
     seconds: float
+    steps: int
 
 
 _KB, _MB = 1 << 10, 1 << 20
 #: shared memory carries at most 8 MB
 _MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
 ON_CPU = Sizes(
-    ("fp32",), (8, 32, 128, 512, 1024), 4, 64, (32, 128, 512, 1024), 64 * _MB, 2 * _MB, 16 * _MB, _MESSAGES, 24.0
+    ("fp32",),
+    (8, 32, 128, 512, 1024),
+    4,
+    64,
+    (32, 128, 512, 1024),
+    64 * _MB,
+    2 * _MB,
+    16 * _MB,
+    _MESSAGES,
+    24.0,
+    12,
 )
 ON_CUDA = Sizes(
     ("bf16", "fp32"), (16, 64, 256, 1024, 4096), 32, 128, (512, 2048, 8192), 512 * _MB, 64 * _MB, 512 * _MB,
-    (*_MESSAGES, 64 * _MB, 256 * _MB), 24.0,
+    (*_MESSAGES, 64 * _MB, 256 * _MB), 24.0, 0,
 )  # fmt: skip

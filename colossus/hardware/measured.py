@@ -116,6 +116,7 @@ class MeasuredFile(_Part):
         operator_bytes_per_second: ATen operator -> bytes read and written, for activations that are in no cache.
         matmul, attention: tables by dtype.
         collectives: a table for each collective and number of ranks.
+        step_factor: seconds of a training step of one process over those that its parts add up to; 1 on GPUs.
     """
 
     version: int
@@ -135,6 +136,7 @@ class MeasuredFile(_Part):
     matmul: dict[str, ProductTable] = Field(min_length=1)
     attention: dict[str, AttentionTable] = Field(min_length=1)
     collectives: list[CollectiveTable]
+    step_factor: PositiveFloat = 1.0
 
 
 class Measured(Hardware):
@@ -150,7 +152,7 @@ class Measured(Hardware):
     def __init__(self, file: MeasuredFile, network: Link | None = None) -> None:
         self.file, self.network = file, network
         self.name = f"{file.name} (measured, {counted(file.ranks, 'rank')} at once)"
-        self.memory_bytes, self.operator_seconds = file.memory_bytes, file.operator_seconds
+        self.memory_bytes, self.operator_seconds = file.memory_bytes, file.step_factor * file.operator_seconds
         self.at_once = ranks_at_once(file.cores, file.threads) if file.device == "cpu" else None
         self.overlaps = file.device != "cpu"
         self._grids = {dtype: ProductGrid(table.sizes, table.by_pair()) for dtype, table in file.matmul.items()}
@@ -163,16 +165,17 @@ class Measured(Hardware):
         return peak_flops(self.file.name, dtype)
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
-        return _of_dtype(self._grids, dtype, self.name).at(m, n, k)
+        return self.file.step_factor * _of_dtype(self._grids, dtype, self.name).at(m, n, k)
 
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
         table = _of_dtype(self.file.attention, dtype, self.name)
         seconds = Curve(table.lengths, table.backward_seconds if backward else table.forward_seconds).at(length)
         beyond = max(1.0, length / table.lengths[-1]) ** 2
-        return seconds * beyond * (heads * head_dim) / (table.heads * table.head_dim)
+        return self.file.step_factor * seconds * beyond * (heads * head_dim) / (table.heads * table.head_dim)
 
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
-        return num_bytes / self.file.operator_bytes_per_second.get(operator, self.file.bytes_per_second)
+        rate = self.file.operator_bytes_per_second.get(operator, self.file.bytes_per_second)
+        return self.file.step_factor * num_bytes / rate
 
     def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
         """Return the seconds of a collective, each rank with cores of its own.
