@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from helpers.quick_measure import shorten
 
 from colossus.cli.main import main
-from colossus.doctor import measure
+from colossus.config import load_config
+from colossus.doctor import measure, step_timing
 from colossus.doctor.device_timing import OPERATORS, operands
 from colossus.doctor.rank_timing import group_sizes
 from colossus.hardware.hardware import OPERATIONS
-from colossus.hardware.measured import load_measured
+from colossus.hardware.measured import Measured, load_measured
+from colossus.planner.estimate import Estimator
 
 
 @pytest.fixture
@@ -23,9 +26,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_ranks_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Collectives of two run beside a rank that has no neighbour; it waits for them."""
     path = tmp_path / "here.json"
+    monkeypatch.setattr(measure, "ON_CPU", replace(measure.ON_CPU, steps=1))
     assert main(["doctor", "--nproc", "3", "--measure", str(path)]) == 0
     hardware = load_measured(path)
     file = hardware.file
@@ -44,7 +50,17 @@ def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ": 3 ranks at once, of 1 thread each, torch " in out
     assert re.search(rf"\n24 +{2 * 24**3 / file.matmul['fp32'].seconds[2][0] / 1e9:.1f}\n", out)
     assert "\n3 ranks, by the bytes of the whole tensor\n" in out
+    assert f"\na training step takes {file.step_factor:.2f} times as long as its operators by these tables\n" in out
+    assert 0 < file.step_factor != 1
     assert out.endswith(f"written to {path}\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_planner_predicts_the_step_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(step_timing._CONFIG, nproc=1)
+    monkeypatch.setattr(step_timing, "_measured_step", lambda *_: 2.0)
+    file = measure.measure_ranks(1, "cpu", replace(measure.ON_CPU, steps=1))
+    assert Estimator(Measured(file)).estimate(config).seconds == pytest.approx(2.0)
 
 
 @pytest.mark.long

@@ -166,6 +166,18 @@ def test_operators_of_a_processor_add_to_their_work_and_those_of_a_gpu_run_ahead
     assert (measured().overlaps, gpu.overlaps) == (False, True)
 
 
+def test_a_measured_step_scales_what_a_rank_computes_and_no_collective() -> None:
+    parts, step = measured(), Measured(MeasuredFile.model_validate(file_of() | {"step_factor": 1.5}))
+
+    def computed(machine: Measured) -> list[float]:
+        attention = [machine.attention_seconds(2, 512, 64, "fp32", backward=backward) for backward in (False, True)]
+        memory = [machine.memory_seconds(1e6, operator) for operator in ("gelu", "add")]
+        return [machine.matmul_seconds(64, 64, 64, "fp32"), *attention, *memory, machine.eager_seconds(0.0, 10)]
+
+    assert computed(step) == pytest.approx([1.5 * seconds for seconds in computed(parts)])
+    assert step.collective_seconds("all_reduce", 4, 4000) == parts.collective_seconds("all_reduce", 4, 4000)
+
+
 def test_ranks_that_share_cores() -> None:
     """What was measured between twice as many ranks as cores is told as of ranks with a core each."""
     alone, shared = measured(), Measured(MeasuredFile.model_validate(file_of() | {"cores": 2}))
