@@ -95,15 +95,25 @@ class Bucket:
         """Return whether the parameter's gradient of this step is in the bucket."""
         return self._position[id(param)] in self._present
 
+    def hold(self, param: nn.Parameter) -> None:
+        """Let a gradient be a view of the bucket where the dtypes agree, so that later microbatches add to the bucket."""
+        if not self._is_cast and param.grad is not None:  # None: wgrad, or the reduction of a weight, is deferred
+            self._copy(self._position[id(param)])
+
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient into the bucket; ``grad`` becomes a view of the bucket where the dtypes agree."""
+        """Copy a complete gradient into the bucket, unless it is there (see `hold`)."""
         index = self._position[id(param)]
+        self._copy(index)
+        self._present.add(index)
+
+    def _copy(self, index: int) -> None:
+        param, view = self.params[index], self.views[index]
         with as_shards():
             assert param.grad is not None
-            self.views[index].copy_(param.grad)
-            if not self._is_cast:
-                param.grad = self.views[index]
-        self._present.add(index)
+            if param.grad is not view:
+                view.copy_(param.grad)
+                if not self._is_cast:
+                    param.grad = view
 
     def start(self) -> None:
         """Start the sum; a parameter without a gradient on this rank adds zeros and counts as unused."""
@@ -192,6 +202,13 @@ class StageBuckets:
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._start(self._next)
             self._next += 1
+
+    def hold(self, param: nn.Parameter) -> None:
+        """Move a gradient that is not complete into its bucket, if it has one by now."""
+        index = self._bucket_of.get(id(param))
+        if index is not None:
+            assert self._buckets is not None
+            self._buckets[index].hold(param)
 
     def start_rest(self) -> None:
         """Start the remaining buckets, full or not."""

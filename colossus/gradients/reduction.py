@@ -52,6 +52,8 @@ class ModelParts:
 class GradientReduction:
     """One all-reduce per bucket of gradients, started as soon as the last backward of the step has filled it.
 
+    From the second step on the gradients of all microbatches are added in the buckets.
+
     Buckets start in the same order on all ranks, whatever the order in which backward makes gradients (as in torch's
     DDP, 2006.15704). In each step, for the stages of this rank in the order of their reductions, the caller calls
     `prepare`, runs the stage's last backward, and calls `start`. After one `finish`, every gradient is the sum over
@@ -111,10 +113,13 @@ class GradientReduction:
         self._tied.sum()
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        # a stage whose turn has not come leaves its gradients to `start_rest`
-        if self._current is not None and self._current == self._order[self._num_started]:
-            with as_shards():
-                self._buckets[self._current].take(param)
+        with as_shards():
+            for stage, buckets in self._buckets.items():
+                # a stage whose turn has not come leaves its gradients to `start_rest`
+                if stage == self._current == self._order[self._num_started]:
+                    buckets.take(param)
+                else:
+                    buckets.hold(param)
 
 
 class TiedGradients:

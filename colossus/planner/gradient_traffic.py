@@ -118,7 +118,6 @@ class _Composer:
         in_buckets = sum(bucket.collectives[0].input_bytes for bucket in buckets)
         in_buckets += sum(collective.input_bytes for collective in tied)
         end += self._numbers()
-        made, moved = self._bytes_of_gradients(gathers)
         return StepTraffic(
             tuple(begin),
             tuple(gathers),
@@ -127,8 +126,7 @@ class _Composer:
             tuple(end),
             whole,
             in_buckets,
-            made,
-            moved,
+            *self._bytes_of_gradients(gathers),
         )
 
     # -- weights ------------------------------------------------------------------------------------------
@@ -242,22 +240,22 @@ class _Composer:
             self._of_kind[key] = self._of_rows(param.kind) if is_cut else self._of_whole(param.kind)
         return Gradient(*self._of_kind[key], self._completed_in(param, stage))
 
-    def _bytes_of_gradients(self, gathers: Iterable[BlockGather]) -> tuple[Counter[int], Counter[int]]:
-        """Return ``made`` and ``moved`` of `StepTraffic`."""
+    def _bytes_of_gradients(self, gathers: Iterable[BlockGather]) -> tuple[Counter[int], int]:
+        """Return ``made`` and ``bucketed`` of `StepTraffic`."""
         made: Counter[int] = Counter()
-        moved: Counter[int] = Counter()
-        for param, last in self._trained:
+        bucketed = 0
+        for param, _ in self._trained:
             kind = param.kind
-            first = self._stages.stages_with(param.blocks)[0]
             is_cut = param.name in self._cut
             size = kind.elements * itemsize(kind.sharded[1] if is_cut else kind.gradient)
-            made[self._completed_in(param, first)] += size
             is_summed = not (self._is_zero and is_cut) and bool(self._axes.sums(kind.gradient_axes))
             if is_summed and kind.gradient == kind.reduced:
-                moved[self._completed_in(param, last)] += size
+                bucketed += size
+            else:
+                made[self._completed_in(param, self._stages.stages_with(param.blocks)[0])] += size
         for gather in gathers:
             made[gather.block] -= gather.gradients
-        return made, moved
+        return made, bucketed
 
     def _of_whole(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
         return kind.elements, kind.gradient, kind.reduced, self._axes.sums(kind.gradient_axes)

@@ -89,8 +89,6 @@ class MemoryPlay:
             elif action.kind == "backward_weight":
                 self._backward_weight(action)
             elif action.kind == "reduce":
-                if action.stage not in self._rank.starts_early:
-                    self._gradients -= sum(self._traffic.moved[number] for number in self._rank.blocks_of(action.stage))
                 for reduction in self._last[action.stage, None]:
                     self._start(reduction)
         self._finish()
@@ -165,13 +163,12 @@ class MemoryPlay:
         is_last = self._last_use[action.stage] == action
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
-        moved = self._traffic.moved[number] if is_last and action.stage in self._rank.starts_early else 0
         #: later microbatches add to the gradients that stay
-        new = reduced + (self._traffic.made[number] - moved if is_first else 0)
+        new = reduced + (self._traffic.made[number] if is_first else 0)
         for activations, gradients in levels:
             self._touch(self._times * (activations - self._tied_in_profile[number]) + min(gradients, new))
         if adds:
-            self._gradients += self._tied[number] + reduced + (self._traffic.made[number] if is_first else 0) - moved
+            self._gradients += self._tied[number] + new
             for reduction in self._last[action.stage, number] if is_last else ():
                 self._start(reduction)
 
@@ -241,7 +238,7 @@ class MemoryPlay:
         self._gathered = self._activations = self._messages = 0.0
         self._touch()
         self._buffers = self._sums = 0.0
-        self._gradients = float(self._stored.gradients_between)
+        self._gradients = float(self._stored.gradients_between - self._traffic.bucketed)
         self._touch(update=self._stored.update)
 
     # -- bytes --------------------------------------------------------------------------------------------

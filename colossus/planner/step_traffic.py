@@ -70,8 +70,9 @@ class StepTraffic:
         whole: bytes of weights that are gathered for the step, beyond those that are stored (ZeRO-3).
         buckets: bytes of all buckets of gradients, which are allocated once.
         made: for each block, the bytes of gradients that its backward makes and that stay in a step: all but those of
-            weights that are gathered for the block. The block of a gradient is the last of the rank that uses it.
-        moved: for each block, the part of ``made`` that goes into buckets in the last backward.
+            weights that are gathered for the block, and those in buckets. The block of a gradient is the last of the
+            rank that uses it.
+        bucketed: bytes of the gradients that are views of buckets.
     """
 
     begin: tuple[Collective, ...]
@@ -82,7 +83,7 @@ class StepTraffic:
     whole: int
     buckets: float
     made: Counter[int]
-    moved: Counter[int]
+    bucketed: int
 
     def counts(self, stages: RankStages) -> Counter[Collective]:
         """Return how often each collective is started in a step."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.measured_ranks import Measured, measured_ranks
 from helpers.plan_cases import CASES, FOUR, MB2, MB4, MORE_CASES, Case, Spare, config_of_case
-from helpers.real_sizes import LLAMA_70B, TOKENS_SPLIT, run_of
+from helpers.real_sizes import LLAMA_8B, LLAMA_70B, TOKENS_SPLIT, run_of
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -120,6 +120,15 @@ def test_a_rank_of_thousands_in_full() -> None:
     step = _of_thousands(80, 3, zero=1)
     assert step.stored.weights > 2e9
     assert step.stored.gradients == pytest.approx(2 * step.stored.weights / 64, rel=0.05)  # of 4 bytes, weights of 2
+
+
+def test_gradients_of_all_microbatches_are_added_in_the_buckets() -> None:
+    """There is no second copy of them: a step of two microbatches needs the memory of one."""
+    one, two = (
+        fake_steps(load_config(run_of(LLAMA_8B, layers=1, microbatches=count, seq_len=512, data=8)))[0]
+        for count in (1, 2)
+    )
+    assert two.peak - one.peak < two.stored.gradients / 100
 
 
 def test_nothing_is_left_behind() -> None:
