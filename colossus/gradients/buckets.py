@@ -182,6 +182,10 @@ class StageBuckets:
         #: index of the bucket that starts next
         self._next = 0
 
+    @property
+    def has_sums(self) -> bool:
+        return bool(self._buckets)
+
     def prepare(self) -> None:
         """Make the buckets of parameters used for the first time; called before the stage's last backward of a step."""
         num_before = len(self._undecided)

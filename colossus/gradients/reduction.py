@@ -87,6 +87,11 @@ class GradientReduction:
         #: number of stages whose buckets have all been started in this step
         self._num_started = 0
 
+    @property
+    def has_sums(self) -> bool:
+        """Return whether any gradient has axes to be summed over, as far as the stages are prepared."""
+        return any(buckets.has_sums for buckets in self._buckets.values())
+
     def prepare(self, stage: int) -> None:
         """Prepare for a stage's last backward of the step, which follows, to start the sum of each bucket it fills."""
         if any(param.requires_grad for param in self._frozen):

@@ -111,6 +111,7 @@ class _Composer:
         buckets, tied = self._buckets(), self._tied()
         if self._is_zero:
             reductions += self._reductions_of_rows(units.blocks if self._frees else (), lasting)
+        if self._is_zero and not self._frees:
             end += [collective for bucket in buckets for collective in bucket.collectives]
         else:
             reductions += buckets
@@ -216,7 +217,8 @@ class _Composer:
         """Return the all-reduces of each stage, in the order in which stages are reduced."""
         limit = int(self._config.comm.bucket_mb * 2**20)
         by_stage: dict[int, list[Gradient]] = {stage: [] for stage in self._stages.order}
-        for param, stage in self._trained:
+        freed = {param.name for _, params in self.units.blocks for param in params} if self._frees else set()
+        for param, stage in sorted(self._trained, key=lambda trained: trained[0].name in freed):
             by_stage[stage].append(self._gradient(param, stage))
         reductions = []
         for stage, gradients in by_stage.items():

@@ -149,6 +149,11 @@ class ShardedBlock:
                 _put(member.places, self.stored[member.param])
             self._is_placed = False
 
+    @property
+    def is_in_last_backward(self) -> bool:
+        """Return whether all other forwards have had their backward."""
+        return self._num_awaited == 1
+
     def after_forward(self) -> None:
         """Release the block after a forward, where its scope says so."""
         if self.in_backward:  # activation checkpointing has recomputed the forward: its backward is next

@@ -36,7 +36,8 @@ class Zero(Strategy):
 
     The gradients of a block that is freed within a step are reduced at the end of each of its backwards, or of its
     wgrad where a schedule splits backwards. Those of other blocks are reduced once in a step, in the order of backward,
-    as soon as the stage's last backward has made them. All ranks reduce in the same order.
+    as soon as the stage's last backward has made them. All ranks reduce in the same order. The rows of a block are
+    summed over other axes as soon as its last reduction in a step has ended.
 
     Args:
         stage: 1, 2 or 3.
@@ -52,10 +53,12 @@ class Zero(Strategy):
         store.shard((*data, *grid.axes("sequence")), stage=self._stage, offload=self._offload)
         super().setup(store, parts)
         by_stage = parts.parameters_by_stage
+        transient = {param for block in store.blocks if block.is_transient for param in block.params}
         summed = replace(
             parts,
-            parameters_by_stage={
-                stage: [store.summed(param) for param in params] for stage, params in by_stage.items()
+            parameters_by_stage={  # those of transient blocks last, as buckets are filled in reverse
+                stage: [store.summed(param) for param in sorted(params, key=lambda param: param in transient)]
+                for stage, params in by_stage.items()
             },
             tied=[(store.summed(param), ranks) for param, ranks in parts.tied],
         )
@@ -87,6 +90,9 @@ class Zero(Strategy):
         #: the number of reductions that each stage has started, and the number of stages that have started all theirs
         self._num_started = dict.fromkeys(by_stage, 0)
         self._num_stages = 0
+        #: gradients whose last reduction in the step has started, and those of them whose sums have been set
+        self._last: set[RowGradients] = set()
+        self._set: set[RowGradients] = set()
 
     def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None:
         if kind == "backward_weight":
@@ -94,6 +100,7 @@ class Zero(Strategy):
 
     def last_backward(self, stage: int) -> None:
         self._current = stage
+        self._rest.prepare(stage)
 
     def reduce(self, stage: int) -> None:
         # blocks whose backward is differentiated again (create_graph=True) stay whole, and are reduced only here
@@ -109,20 +116,32 @@ class Zero(Strategy):
             gradients.wait()
             if gradients.are_freed and (late := [param for param in gradients.params if param.grad is not None]):
                 raise gradient_in_parts(late[0])
-            gradients.free()
-            gradients.set_sums()
-            for param in gradients.params:
-                summed = gradients.summed[param]
-                if summed.grad is not None:
-                    run_grad_hooks(summed)
+            if gradients not in self._set:
+                self._set_sums(gradients)
         self._started.clear()
         self._complete.clear()
+        self._last.clear()
+        self._set.clear()
         self._num_started, self._num_stages = dict.fromkeys(self._order, 0), 0
         for stage in self._order:
-            self._rest.prepare(stage)
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
+
+    def _set_sums(self, gradients: RowGradients) -> None:
+        """Give parameters their sums, whose further sums over other axes may start."""
+        gradients.free()
+        gradients.set_sums()
+        for param in gradients.params:
+            summed = gradients.summed[param]
+            if summed.grad is not None:
+                run_grad_hooks(summed)
+
+    def _wait(self, gradients: RowGradients) -> None:
+        gradients.wait()
+        if gradients in self._last and self._rest.has_sums:
+            self._set_sums(gradients)
+            self._set.add(gradients)
 
     def _all_gradients(self) -> list[RowGradients]:
         return [gradients for stage in self._order for gradients in (*self._transient[stage], *self._once[stage])]
@@ -131,6 +150,8 @@ class Zero(Strategy):
         # a user may run backwards between steps, which are not reduced
         if self.store.runs.is_running and not self.store.weights.deferral.is_active and not block.stays_for_step:
             self._start(block.gradients)
+            if self._current is not None and block.is_in_last_backward:
+                self._last.update(grads for grads in block.gradients if grads in self._transient[self._current])
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         stage = self._current
@@ -153,10 +174,12 @@ class Zero(Strategy):
     def _start(self, reductions: Sequence[RowGradients]) -> None:
         with as_shards():
             for gradients in reductions:
+                if gradients in self._set:
+                    raise gradient_in_parts(gradients.params[0])
                 if gradients in self._started:
                     gradients.wait()
                     self._started.remove(gradients)
                 elif len(self._started) == _MAX_REDUCTIONS:
-                    self._started.popleft().wait()
+                    self._wait(self._started.popleft())
                 gradients.start()
                 self._started.append(gradients)
