@@ -96,8 +96,8 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def hold(self, param: nn.Parameter) -> None:
-        """Let a gradient be a view of the bucket where the dtypes agree, so that later microbatches add to the bucket."""
-        if not self._is_cast and param.grad is not None:  # None: wgrad, or the reduction of a weight, is deferred
+        """Let ``grad`` be a view of the bucket where the dtypes agree, so that later microbatches add to the bucket."""
+        if not self._is_cast and param.grad is not None:  # None where wgrad is deferred
             self._copy(self._position[id(param)])
 
     def take(self, param: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from colossus.comm import collectives
+from colossus.comm.autograd import uncompiled
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -29,7 +30,8 @@ class ParameterStore:
 
     The two are the same until a strategy calls `shard`. From then on ``model.parameters()`` are a rank's rows, and the
     blocks of the model gather their parameters while they run. Parameters of no block, or of several, belong to the
-    root block, which is gathered for a whole step or evaluation.
+    root block, which is gathered for a whole step or evaluation. Blocks that are whole for a step are gathered where
+    they first run in it if the model is a chain, whose blocks use no parameters of others; else before the first runs.
 
     Tensor parallelism gathers further from there, by ``weights``.
 
@@ -54,8 +56,9 @@ class ParameterStore:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
         self.blocks: list[ShardedBlock] = []
-        #: the blocks that stay whole for a whole step
+        #: the blocks that stay whole for a whole step, and those of them that are gathered when they first run
         self._lasting: list[ShardedBlock] = []
+        self._late: set[ShardedBlock] = set()
         self.runs = BlockRuns()
         self._group: AxisGroup | None = None
         #: parameter that compute sees -> the stored one, and the one that has the stored one's gradient
@@ -113,7 +116,8 @@ class ParameterStore:
         def takes(param: nn.Parameter) -> bool:
             return row_source(param) is None and (stage == 3 or param.requires_grad)
 
-        blocks, root = by_block(self._model, self._chain(), takes)
+        chain = self._chain()
+        blocks, root = by_block(self._model, chain, takes)
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, members in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(members, group_of, context, self.weights.scope, stage, offload)
@@ -123,8 +127,11 @@ class ParameterStore:
                     f"of a step's microbatches, but parallel.zero = 3 reduces the gradient of each and frees it: use "
                     f"register_hook, or parallel.zero = 2 or less"
                 )
-            for module in modules if is_transient else ():
-                run_around(module, block, self.runs)
+            for module in modules:
+                if is_transient:
+                    run_around(module, block, self.runs)
+                elif chain is not None:
+                    self._gather_before(module, block)
             self.blocks.append(block)
         if root:
             self.blocks.insert(0, ShardedBlock(root, group_of, context, "step", stage, offload))
@@ -136,6 +143,18 @@ class ParameterStore:
             self._stored_as |= block.stored
             self._summed_as |= block.summed
         self._stored = list(self._model.parameters())
+
+    def _gather_before(self, module: nn.Module, block: ShardedBlock) -> None:
+        """Gather a lasting block when this module runs in a step, and start the gather of the next."""
+
+        def before(*_: object) -> None:
+            if self.runs.is_running:
+                for following in self._lasting[self._lasting.index(block) + 1 :][:1]:
+                    following.start_gather()
+                block.gather()
+
+        self._late.add(block)
+        module.register_forward_pre_hook(ModuleHook(module, uncompiled(before)), prepend=True)
 
     def accept_gradients(self) -> None:
         """Give the stored parameters their complete sums; for parameters on the host, wait once for the copies."""
@@ -175,7 +194,7 @@ class ParameterStore:
         self._begin_run()
         if self._group is None:
             return
-        self.gather_lasting()  # here, since a rank without samples runs no stage
+        self.gather_lasting(at_once=True)  # here, since a rank without samples runs no stage
         if any(block.is_transient for block in self.blocks):
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
@@ -192,9 +211,16 @@ class ParameterStore:
         if self.blocks:
             self.runs.begin()
 
-    def gather_lasting(self) -> None:
-        """Gather the blocks that are whole for a step or an evaluation, each while the next travels."""
+    def gather_lasting(self, *, at_once: bool = False) -> None:
+        """Gather the blocks that are whole for a step or an evaluation, each while the next travels.
+
+        Args:
+            at_once: gather all of them, also those that would be gathered when they run.
+        """
         for block, following in zip_longest(self._lasting, self._lasting[1:]):
+            if block in self._late and not at_once:
+                block.start_gather()
+                return
             if following is not None:
                 following.start_gather()
             block.gather()
@@ -222,7 +248,7 @@ class ParameterStore:
             if not torch.is_grad_enabled():
                 self.release()
             self.runs.begin()
-        self.gather_lasting()
+        self.gather_lasting(at_once=not self.runs.is_running)
 
     def _after_model(self) -> None:
         if self.runs.is_running:
