@@ -18,6 +18,9 @@ from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
+#: a stage of a sum ends before gradients of this part of its elements are made, or sums do not hide behind backward
+_PART_BEHIND = 1 / 8
+
 
 def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
     """Return the axes over which this rank's gradient of a parameter is a partial sum.
@@ -86,6 +89,8 @@ class Bucket:
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()
         self._pending: Pending | None = None
+        #: elements of later buckets that were started since the stage under way
+        self._num_behind = 0
 
     @property
     def is_full(self) -> bool:
@@ -122,11 +127,20 @@ class Bucket:
             if index not in self._present:
                 view.zero_()
                 self.flags[index].zero_()
+        self._num_behind = 0
         self._pending = self._sum.start(self.flat)
 
-    def advance(self) -> None:
-        """Start the next stage of a sum of several stages; called between the buckets of a step."""
-        if isinstance(self._pending, Staged):
+    def advance(self, num_later: int) -> None:
+        """Start the next stage of a sum of several stages, once enough elements have been started behind this one.
+
+        Then backward has run for long enough that the stage under way has ended: the device waits for it.
+
+        Args:
+            num_later: elements of the bucket that has just been started.
+        """
+        self._num_behind += num_later
+        if isinstance(self._pending, Staged) and self._num_behind >= _PART_BEHIND * self.flat.numel():
+            self._num_behind = 0
             self._pending.advance()
 
     def finish(self) -> None:
@@ -225,11 +239,11 @@ class StageBuckets:
             self._start(index)
 
     def _start(self, index: int) -> None:
-        """Start a bucket's sum, and the next stage of the bucket before it."""
+        """Start a bucket's sum, and the next stages of the buckets before it."""
         assert self._buckets is not None
         self._buckets[index].start()
-        if index:
-            self._buckets[index - 1].advance()
+        for bucket in reversed(self._buckets[:index]):
+            bucket.advance(self._buckets[index].flat.numel())
 
     def finish(self) -> None:
         """Wait for the sums of all buckets."""
