@@ -271,16 +271,16 @@ def _wait(work: dist.Work | None, failure: str) -> None:
         raise PeerGone(f"{failure}: {error}") from error
 
 
-def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:
-    """Start to send tensors to the next rank of the group, and to receive those of the rank before.
+def rotate(tensors: list[Tensor], group: AxisGroup, description: str, hop: int = 1) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the rank that is ``hop`` ranks on, and to receive those of the rank as far before.
 
     The first rank follows the last. All ranks send tensors of the same shapes.
 
     Returns:
         A function that waits for both and returns the received tensors.
     """
-    links = ring_of(group, tensors[0].device)
-    following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
+    links = ring_of(group, tensors[0].device, hop)
+    following, preceding = (group.index + hop) % group.size, (group.index - hop) % group.size
     if links.has_batches:
         return links.exchange(following, preceding, tensors, description)
     # the receive comes first, since a send that waits for room receives the messages that arrive meanwhile
@@ -296,12 +296,12 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
 
 
 class Ring(Links):
-    """The links of each rank of a group to the next and from the previous one."""
+    """The links of each rank of a group to the rank that is ``hop`` ranks on, and from the one as far before."""
 
-    def __init__(self, group: AxisGroup, device: torch.device) -> None:
-        super().__init__(group, [(index, (index + 1) % group.size) for index in range(group.size)], device)
+    def __init__(self, group: AxisGroup, device: torch.device, hop: int = 1) -> None:
+        super().__init__(group, [(index, (index + hop) % group.size) for index in range(group.size)], device)
 
 
-def ring_of(group: AxisGroup, device: torch.device) -> Ring:
+def ring_of(group: AxisGroup, device: torch.device, hop: int = 1) -> Ring:
     """Return the ring of this group. The first call makes it, on all ranks of the group at the same time."""
-    return group.opened(Ring, lambda: Ring(group, device))
+    return group.opened((Ring, hop), lambda: Ring(group, device, hop))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -48,7 +48,7 @@ class AxisGroup:
     is_on_host: bool = field(init=False)
     program: Program = field(init=False, default_factory=Program, repr=False)
     key: str = field(init=False)
-    _opened: dict[type, Any] = field(init=False, repr=False, default_factory=dict)
+    _opened: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO
@@ -65,7 +65,7 @@ class AxisGroup:
         assert self.process_group is not None
         return self.process_group.group_name
 
-    def opened(self, kind: type, make: Callable[[], T]) -> T:
+    def opened(self, kind: Hashable, make: Callable[[], T]) -> T:
         """Return the group's connection of this kind, made at the first call, in which all of its ranks take part.
 
         It belongs to the group and is closed with it. A None, where none can be made, is remembered, too.

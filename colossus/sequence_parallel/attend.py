@@ -32,6 +32,7 @@ def attend(
     *,
     causal: bool,
     documents: Tensor | None = None,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Exact attention over all tokens of the R U ranks that hold a sequence.
@@ -49,6 +50,7 @@ def attend(
         causal: a token sees itself and those before it in the sequence.
         documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
             of its own, say -1.
+        window: of causal attention: a token looks only at itself and the ``window - 1`` tokens before it.
         scale: of the scores, by default head_dim ** -0.5.
 
     Raises:
@@ -58,8 +60,10 @@ def attend(
     if documents is not None:
         own = documents
         documents = kept("the documents of tokens", lambda: collectives.all_gather(own, ulysses, dim=1).wait())
-    if ring.size > 1 or documents is not None:
-        out = ring_attention(q, k, v, ring, causal=causal, documents=documents, scale=scale)
+    if window is not None and window >= q.shape[_TOKENS] * ring.size:
+        window = None
+    if ring.size > 1 or documents is not None or window is not None:
+        out = ring_attention(q, k, v, ring, causal=causal, documents=documents, window=window, scale=scale)
     else:
         grouped = q.shape[_HEADS] != k.shape[_HEADS]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

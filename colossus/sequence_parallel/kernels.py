@@ -5,8 +5,8 @@ chunk (see `colossus.sequence_parallel.modes`). Under a causal mask there are th
 call and of the same work: keys of the same rank (causal as they lie, for the head comes before the tail), keys of an
 earlier rank (all queries see its head, none its tail), keys of a later one (the tail sees all, the head nothing).
 
-Documents are cut finer, so that no mask is larger than a tile. On CPU, where the host can read them at no cost, tiles
-that they mask out are left out.
+Documents and windows are cut finer, so that no mask is larger than a tile. Tiles outside of a window are left out; on
+CPU, where the host can read documents at no cost, so are tiles that they mask out.
 
 `block_forward` also returns the log-sum-exp of every query's scores, with which the outputs of several blocks of keys
 are merged into one softmax. `block_backward` is exact for one block when it is given the merged output and log-sum-exp.
@@ -40,7 +40,7 @@ class AttentionTile:
         queries: rows of the local queries.
         keys: rows of the keys of the block.
         causal: whether query i of the tile sees the keys up to i only; then there is no mask.
-        mask: [batch, 1, queries, keys], True where a query may look, or None.
+        mask: [batch or 1, 1, queries, keys], True where a query may look, or None.
     """
 
     queries: slice
@@ -57,6 +57,9 @@ def attention_tiles(
     causal: bool,
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
+    *,
+    window: int | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[AttentionTile]:
     """Yield the tiles of one block that are computed.
 
@@ -68,27 +71,59 @@ def attention_tiles(
         query_rank, key_rank: their indices in the ring.
         documents: [batch, num_tokens], numbers of the queries' documents; a query sees keys of the same number only.
         key_documents: the same of the keys.
+        window: a query sees itself and the ``window - 1`` tokens before it; only where ``causal``.
+        device: device of the masks at the edge of a window.
     """
-    if documents is None or key_documents is None:
-        yield from _tiles_of_one_document(num_tokens, query_rank, key_rank, causal)
-        return
-    is_read = can_be_read(documents)
-    if is_read and _is_one_document(documents, key_documents):
-        yield from _tiles_of_one_document(num_tokens, query_rank, key_rank, causal)
-        return
+    is_read = documents is None or can_be_read(documents)
+    if documents is None or key_documents is None or (is_read and _is_one_document(documents, key_documents)):
+        documents = key_documents = None
+        if window is None:
+            yield from _tiles_of_one_document(num_tokens, query_rank, key_rank, causal)
+            return
     size = TILE if is_read else MASKED_TILE
     pairs = product(_ranges(num_tokens, ring, query_rank, size), _ranges(num_tokens, ring, key_rank, size))
     for (queries, query_start), (keys, key_start) in pairs:
-        if causal and key_start > query_start:
+        offset = query_start - key_start
+        if causal and offset < 0:
             continue
-        mask = documents[:, None, queries, None] == key_documents[:, None, None, keys]
-        on_diagonal = causal and key_start == query_start
-        if is_read and not mask.any():
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        if window is not None and offset - num_keys + 1 >= window:
             continue
-        if is_read and mask.all():
-            yield AttentionTile(queries, keys, on_diagonal)
-            continue
-        yield AttentionTile(queries, keys, mask=mask.tril() if on_diagonal else mask)
+        mask = None
+        if documents is not None and key_documents is not None:
+            mask = documents[:, None, queries, None] == key_documents[:, None, None, keys]
+            if is_read and not mask.any():
+                continue
+            if is_read and mask.all():
+                mask = None
+        if window is not None and offset + num_queries > window:
+            near = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
+            near = near.tril_(offset).triu_(offset - window + 1)
+            mask = near if mask is None else mask & near
+        elif mask is not None and causal and offset == 0:
+            mask = mask.tril()
+        yield AttentionTile(queries, keys, causal and offset == 0 and mask is None, mask)
+
+
+def needed_steps(num_tokens: int, ring: int, window: int | None) -> list[int]:
+    """Return how far before a rank in the ring those are whose keys any rank needs: 0 for its own, and rising.
+
+    Args:
+        num_tokens: tokens of one rank, half of them in its early chunk.
+        ring: number of ring ranks.
+        window: see `attention_tiles`.
+    """
+    if window is None or ring == 1:
+        return list(range(ring))
+    reach = -(-(window - 1) // (num_tokens // 2))
+    rank_of = [min(chunk, 2 * ring - 1 - chunk) for chunk in range(2 * ring)]
+    return sorted(
+        {
+            (rank_of[chunk] - rank_of[before]) % ring
+            for chunk in range(2 * ring)
+            for before in range(max(0, chunk - reach), chunk + 1)
+        }
+    )
 
 
 def _tiles_of_one_document(num_tokens: int, query_rank: int, key_rank: int, causal: bool) -> Iterator[AttentionTile]:
@@ -136,7 +171,7 @@ def block_forward(
         q: [batch, heads, s, head_dim].
         k, v: [batch, kv_heads, t, head_dim]; heads is a multiple of kv_heads (2305.13245).
         causal: query i sees the keys up to i; s = t, and there is no mask.
-        mask: bool [batch, 1, s, t], True where a query may look. A query that may look nowhere gets a finite output
+        mask: bool [batch or 1, 1, s, t], True where a query may look. A query that may look nowhere gets a finite output
             and a log-sum-exp so low that it weighs nothing beside any real one.
         scale: of the scores.
 
@@ -271,7 +306,7 @@ def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     length = mask.shape[-1]
     bias = _bias(F.pad(mask, (0, -length % _MASK_ALIGNMENT)), q.dtype)
     assert bias is not None
-    return bias[..., :length].expand(-1, q.shape[1], -1, -1)
+    return bias[..., :length].expand(q.shape[0], q.shape[1], -1, -1)
 
 
 def _with_dense_rows(*tensors: Tensor) -> list[Tensor]:

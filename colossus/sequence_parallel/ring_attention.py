@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from colossus.comm.autograd import first_order
 from colossus.comm.links import rotate
 from colossus.context.groups import AxisGroup, group_of
 from colossus.error_place import located_error
-from colossus.sequence_parallel.kernels import AttentionTile, attention_tiles, block_backward, block_forward
+from colossus.sequence_parallel.kernels import (
+    AttentionTile,
+    attention_tiles,
+    block_backward,
+    block_forward,
+    needed_steps,
+)
 
 
 def ring_attention(
@@ -23,13 +30,15 @@ def ring_attention(
     *,
     causal: bool,
     documents: Tensor | None = None,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Exact attention over the tokens of all ranks of ``group``.
 
     A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
     never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
-    4 (R - 1).
+    4 (R - 1); under a window of w tokens R - 1 falls to the number of other ranks that are met (`needed_steps`), 2
+    where w - 1 <= s / 2.
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
@@ -39,13 +48,15 @@ def ring_attention(
         group: the R ranks. One rank is a ring too.
         documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
             of its own, say -1. They are passed on with the keys.
+        window: of causal attention: a token looks only at itself and the ``window - 1`` tokens before it.
         scale: of the scores, by default head_dim ** -0.5.
 
     Raises:
         ValueError: when heads are no multiple of kv_heads, s is odd, or documents do not fit.
     """
     _check(q, k, v, documents, group)
-    return _RingAttention.apply(q, k, v, documents, group, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _RingAttention.apply(q, k, v, documents, group, causal, scale, window)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -61,6 +72,7 @@ class _RingAttention(torch.autograd.Function):
     while they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
     gradients one step behind them: rank i adds its share of the dk and dv of rank i - t to what rank i - 1 has sent,
     and sends the sum to rank i + 1. The last of these messages comes to the owner, who adds its own share of step 0.
+    Steps that a window leaves without work are left out: messages then go on by several ranks.
 
     Per rank:
         q, out, dout, dq    [batch, heads, s, head_dim]
@@ -80,10 +92,11 @@ class _RingAttention(torch.autograd.Function):
         group: AxisGroup,
         causal: bool,
         scale: float,
+        window: int | None,
     ) -> Tensor:
-        out, lse = RING_ATTENTION(q, k, v, documents, group.key, causal, scale)
+        out, lse = RING_ATTENTION(q, k, v, documents, group.key, causal, scale, window)
         ctx.save_for_backward(q, k, v, documents, out, lse)
-        ctx.options = group.key, causal, scale
+        ctx.options = group.key, causal, scale, window
         return out
 
     @staticmethod
@@ -91,11 +104,18 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # what records operations sees those of a backward; a compiler can trace no messages
         backward = torch.ops.colossus.ring_attention_backward if torch.compiler.is_compiling() else _backward
-        return (*backward(grads[0], *ctx.saved_tensors, *ctx.options), None, None, None, None)
+        return (*backward(grads[0], *ctx.saved_tensors, *ctx.options), *[None] * 5)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group_key: str,
+    causal: bool,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
 
@@ -105,9 +125,10 @@ def _forward(
     group = group_of(group_key)
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
-    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
+    steps = needed_steps(q.shape[-2], group.size, window)
+    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group, steps):
         block = q.shape[-2], group.size, group.index, source, causal, documents
-        for tile in attention_tiles(*block, *key_documents):
+        for tile in attention_tiles(*block, *key_documents, window=window, device=q.device):
             rows, columns = tile.queries, tile.keys
             tile_out, tile_lse = block_forward(
                 q[:, :, rows],
@@ -132,6 +153,7 @@ def _backward(
     group_key: str,
     causal: bool,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v; see `_RingAttention`.
 
@@ -159,17 +181,20 @@ def _backward(
 
     own_grads: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
+    steps = needed_steps(q.shape[-2], group.size, window)
+    hops = [following - step for step, following in pairwise([*steps, group.size])]
+    blocks = _rotating_blocks(k, v, documents, group, steps)
+    for (source, (keys, values, *key_documents)), hop in zip(blocks, hops, strict=True):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
         block = q.shape[-2], group.size, group.index, source, causal, documents
-        for tile in attention_tiles(*block, *key_documents):
+        for tile in attention_tiles(*block, *key_documents, window=window, device=q.device):
             add_tile(tile, keys, values, *grads)
         if source == group.index:
             own_grads = grads
             continue
         if arriving is not None:
             grads = _add(grads, arriving())
-        arriving = rotate([grad.to(k.dtype) for grad in grads], group, "gradients of keys and values")
+        arriving = rotate([grad.to(k.dtype) for grad in grads], group, "gradients of keys and values", hop)
         del grads
     if arriving is not None:
         own_grads = _add(own_grads, arriving())
@@ -177,15 +202,20 @@ def _backward(
 
 
 def _rotating_blocks(
-    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup
+    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup, steps: list[int]
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Keys, values (and documents) of every rank, beginning with this one, with the index of the rank they belong to.
+    """Yield keys, values (and documents) of ranks, beginning with this one, and the index of the rank they belong to.
 
     The next block is on its way while the caller works with this one.
+
+    Args:
+        k, v, documents: those of this rank.
+        group: the ranks.
+        steps: how far before this rank the others are, see `needed_steps`.
     """
     block = [k, v] if documents is None else [k, v, documents]
-    for step in range(group.size):
-        arriving = rotate(block, group, "keys and values") if step < group.size - 1 else None
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        arriving = None if following is None else rotate(block, group, "keys and values", following - step)
         yield (group.index - step) % group.size, block
         if arriving is not None:
             block = arriving()
@@ -229,7 +259,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
 
 
 def _shapes(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of `_forward`, for a trace without values."""
     out = _wide_zeros(q)
@@ -244,7 +274,7 @@ def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any)
 # torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
 _library = torch.library.Library("colossus", "FRAGMENT")
 _arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
-_options = "str group_key, bool causal, float scale"
+_options = "str group_key, bool causal, float scale, int? window"
 _library.define(f"ring_attention({_arguments}, {_options}) -> (Tensor, Tensor)")
 _saved = f"{_arguments}, Tensor out, Tensor lse"
 _library.define(f"ring_attention_backward(Tensor dout, {_saved}, {_options}) -> (Tensor, Tensor, Tensor)")

@@ -40,6 +40,7 @@ class Case:
     head_dim: int = 5
     causal: bool = True
     documents: str | None = None
+    window: int | None = None
     dtype: torch.dtype = torch.float64
     seed: int = 0
     scale: float | None = None
@@ -83,6 +84,8 @@ def oracle(case: Case, total: int) -> list[Tensor]:
     sees = torch.ones(total, total, dtype=torch.bool)
     if case.causal:
         sees = sees.tril()
+    if case.window is not None:
+        sees = sees & ~sees.tril(-case.window)
     documents = case.draw_documents(total)
     if documents is not None:
         sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -129,7 +132,8 @@ class Run:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case = self.case
-        return attend(q, k, v, *self.groups, causal=case.causal, documents=self.documents, scale=case.scale)
+        options: dict[str, Any] = dict(documents=self.documents, window=case.window, scale=case.scale)
+        return attend(q, k, v, *self.groups, causal=case.causal, **options)
 
     def results(self, function: Any = None) -> list[Tensor]:
         *inputs, dout = self.inputs
@@ -166,6 +170,9 @@ SHAPES = [
     for causal in (True, False)
     for documents in DOCUMENTS
     for kv_heads, local in ((8, 2), (4, 6))
+] + [
+    Case(window=window, documents=documents, kv_heads=kv_heads, heads=8, local=6)
+    for window, documents, kv_heads in ((1, None, 8), (2, None, 4), (3, "packed", 8), (5, "any", 4), (9, None, 4))
 ]
 
 
@@ -189,6 +196,7 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
         kv_heads = ulysses_ranks * draw(st.integers(1, 2))
         # a ring rank has two chunks, which its Ulysses ranks share
         local = draw(st.integers(1, 11).filter(lambda n: ring_ranks == 1 or n * ulysses_ranks % 2 == 0))
+        causal = draw(st.booleans())
         cases.append(
             Case(
                 local=local,
@@ -196,8 +204,9 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
                 heads=kv_heads * draw(st.integers(1, 3)),
                 kv_heads=kv_heads,
                 head_dim=draw(st.integers(1, 9)),
-                causal=draw(st.booleans()),
+                causal=causal,
                 documents=draw(st.sampled_from(DOCUMENTS)),
+                window=draw(st.none() | st.integers(1, 30)) if causal else None,
                 seed=draw(st.integers(0, 1000)),
                 scale=draw(st.sampled_from([None, 0.7])),
             )
@@ -220,7 +229,8 @@ def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], til
     kernels.MASKED_TILE = tile
     if context.size("ring") > 1:
         shared_memory.enable(False)
-        links.ring_of(context.group("ring"), torch.device("cpu")).has_batches = True
+        for hop in range(1, context.size("ring")):
+            links.ring_of(context.group("ring"), torch.device("cpu"), hop).has_batches = True
         for alone in ("send", "receive"):
             setattr(links.Links, alone, None)
     _exact(context, cases)
@@ -312,6 +322,25 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
     if ulysses_ranks == 1:
         assert values.forward == 2 * (ring_ranks - 1) / ring_ranks * tokens * 4 * 3
         assert values.backward == 2 * values.forward
+
+
+@given(ring=st.integers(1, 6), chunk=st.integers(1, 5), window=st.integers(1, 70))
+def test_steps_of_a_window_are_those_with_work(ring: int, chunk: int, window: int) -> None:
+    tokens = 2 * chunk
+    busy = {
+        step
+        for step in range(ring)
+        for rank in range(ring)
+        if any(kernels.attention_tiles(tokens, ring, rank, (rank - step) % ring, True, window=window))
+    }
+    assert kernels.needed_steps(tokens, ring, window) == sorted(busy)
+
+
+def test_a_window_is_sent_to_neighbours_only() -> None:
+    case = Case(local=6, window=3)
+    block = case.batch * case.kv_heads * case.local * case.head_dim
+    for (forward, backward), _ in run_ranks(4, _counted, case, plan=plan(4)):
+        assert (forward, backward) == (2 * 2 * block, 2 * 4 * block)
 
 
 def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
