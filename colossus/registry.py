@@ -160,6 +160,7 @@ HF_FAMILIES = Registry(
     {
         "gpt2": "colossus.hf.families:GPT2",
         "llama": "colossus.hf.families:Llama",
+        "mistral": "colossus.hf.families:Mistral",
         "mixtral": "colossus.hf.moe_families:Mixtral",
         "qwen3": "colossus.hf.families:Qwen3",
         "qwen3_moe": "colossus.hf.moe_families:Qwen3MoE",

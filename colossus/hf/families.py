@@ -73,7 +73,9 @@ class Llama(Family):
         Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rope_theta", "rotary_base", 10000.0),
     )
-    fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm", qk_norm=False, experts=None)
+    fixed: ClassVar[Mapping[str, Any]] = dict(
+        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, global_every=None
+    )  # fmt: skip
     #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
@@ -135,7 +137,7 @@ class Qwen3(Llama):
         vocab_size=151936,
     )
     required = dict(attention_bias=False, use_sliding_window=False)
-    fixed = dict(positions="rotary", norm="rmsnorm", qk_norm=True, bias=False, experts=None)
+    fixed = {**Llama.fixed, "qk_norm": True, "bias": False}
 
     def attention_rows(self, options: Any) -> list[Row]:
         return [
@@ -143,6 +145,23 @@ class Qwen3(Llama):
             row("model.layers.*.self_attn.q_norm.weight", "blocks.*.attention.q_norm.weight", options.head_dim),
             row("model.layers.*.self_attn.k_norm.weight", "blocks.*.attention.k_norm.weight", options.head_dim),
         ]
+
+
+@HF_FAMILIES.register("mistral")
+class Mistral(Llama):
+    """Mistral: ``LlamaOptions`` with a ``window`` in all layers, or in none (``sliding_window: null``)."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+    keys = (
+        *llama_keys("attention_bias", "mlp_bias", intermediate_size=14336, max_position_embeddings=131072),
+        Key("sliding_window", "window"),
+    )
+    fixed = {name: value for name, value in Llama.fixed.items() if name != "window"} | {"bias": False}
+
+    def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        defaults = {"sliding_window": 4096, "num_key_value_heads": 8}
+        return super().to_spec({**defaults, **config}, overrides, problems)
 
 
 @HF_FAMILIES.register("gpt2")
@@ -174,7 +193,7 @@ class GPT2(Family):
         Key("tie_word_embeddings", "tie_embeddings", True),
     )
     required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False)
+    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False, window=None, global_every=None)
     derived = ("num_kv_heads", "head_dim")
     #: older versions saved their causal masks
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")

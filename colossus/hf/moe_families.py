@@ -14,6 +14,7 @@ from colossus.registry import HF_FAMILIES
 _FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
+    "global_every": None,
     "experts.shared": None,
     "experts.score": "softmax",
     "experts.bias_update": 0.0,
@@ -58,8 +59,9 @@ class Mixtral(Llama):
         ),
         Key("num_local_experts", "experts.num", 8),
         Key("num_experts_per_tok", "experts.top_k", 2),
+        Key("sliding_window", "window"),
     )
-    required = dict(sliding_window=None, router_jitter_noise=0.0)
+    required = dict(router_jitter_noise=0.0)
     fixed = {**_FIXED, "qk_norm": False, "experts.norm_topk": True, "experts.every": 1}
 
     def differences(self, options: Any) -> list[str]:
@@ -100,7 +102,7 @@ class Qwen3MoE(Qwen3):
         Key("decoder_sparse_step", "experts.every", 1),
     )
     required = dict(Qwen3.required, mlp_only_layers=[])
-    fixed = {**_FIXED, "qk_norm": True}
+    fixed = {**_FIXED, "qk_norm": True, "window": None}
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         """Return our model as a spec; transformers 5 writes ``num_local_experts`` and reads both keys."""

@@ -15,6 +15,7 @@ from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling, default_norm_eps
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
+from colossus.layers.kv_cache import past_tokens
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.norm import RMSNorm
@@ -51,6 +52,8 @@ class Attention(Layer):
 
     Args:
         head_dim: features of a head, by default hidden_size / num_heads.
+        window: a token attends to itself and the ``window - 1`` tokens before it (2310.06825, Mistral); only
+            with ``causal``. By default all tokens before it.
         qk_norm: RMSNorm of each query and key over its head_dim, with a weight [head_dim] each, before their rotation
             (2302.05442; as in Qwen3).
         norm_eps: epsilon of these norms, by default 1e-6.
@@ -60,7 +63,7 @@ class Attention(Layer):
 
     Raises:
         ValueError: heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads, or
-            key/value heads and ranks do not divide either way.
+            key/value heads and ranks do not divide either way; a window that is not causal.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Attention(Layer):
         *,
         head_dim: int | None = None,
         causal: bool = True,
+        window: int | None = None,
         dropout: float = 0.0,
         qk_norm: bool = False,
         norm_eps: float | None = None,
@@ -94,7 +98,10 @@ class Attention(Layer):
             if size.name == "num_kv_heads" and kv < size.ways:
                 raise located_error(f"Attention: {uneven_kv_heads(kv, size.ranks)}")
             raise located_error(f"Attention: {size}; a head cannot be split")
-        self.head_dim = head_dim or hidden_size // num_heads
+        if window is not None and (not causal or operator.index(window) < 1):
+            why = "must be at least 1" if causal else "needs causal=True: a token sees itself and those before it"
+            raise located_error(f"Attention: window = {window} {why}")
+        self.head_dim, self.window = head_dim or hidden_size // num_heads, window
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         width = num_heads * self.head_dim
         sizes = {"query": width, "key": kv * self.head_dim, "value": kv * self.head_dim}
@@ -141,14 +148,12 @@ class Attention(Layer):
                     f"{self.title}: with a key/value cache each token attends to all tokens before it, so a mask, "
                     f"documents, causal=False and parallel.sequence do not work: call the model with whole sequences"
                 )
-            out = cache.attend(self, query, key, value)
+            out = cache.attend(self, query, key, value, self.window)
         elif self.parallel.sequence is not None:
             out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
         else:
             mask = self._local_mask(mask, x.shape[0])
-            if documents is not None:
-                mask = _same_document(documents, mask)
-            out = self._attend(query, key, value, mask, inner)
+            out = self._attend(query, key, value, mask, documents, inner)
         merged = wrap(out.transpose(-3, -2).flatten(-2), placement_of(outputs[0]))
         y: Tensor = call(self.out, merged, self.parallel)
         return y
@@ -212,7 +217,7 @@ class Attention(Layer):
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         query, key, value = map(to_product_dtype, (query, key, value))
         groups = sequence.ring, sequence.ulysses
-        return attend(query, key, value, *groups, causal=self.causal, documents=documents)
+        return attend(query, key, value, *groups, causal=self.causal, documents=documents, window=self.window)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Return [.., tokens, heads * head_dim] as this rank's heads [.., heads, tokens, head_dim], each normed."""
@@ -236,14 +241,28 @@ class Attention(Layer):
             )
         return float(self.dropout.p) if self.training else 0.0
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        inner: Activation,
+    ) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads
+        tokens, rate = query.shape[-2], self._dropout_rate()
+        window = self.window if self.window is not None and self.window < tokens else None
+        if window is not None and mask is None and rate == 0.0:
+            one_rank = self.context.group(())
+            query, key, value = map(to_product_dtype, (query, key, value))
+            return attend(query, key, value, one_rank, one_rank, causal=True, documents=documents, window=window)
+        if documents is not None:
+            mask = _same_document(documents, mask)
+        if self.causal and (mask is not None or window is not None):
+            past = past_tokens(tokens, tokens, window, query.device)
+            mask = _both(past, mask)
         causal = self.causal and mask is None
-        if mask is not None and self.causal:
-            tokens = query.shape[-2]
-            past = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
-            mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, float("-inf"))
-        rate = self._dropout_rate()
         if rate == 0.0 or not isinstance(self.dropout, Dropout):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
         return self._attend_dropping(self.dropout, query, key, value, mask, inner)
@@ -256,7 +275,7 @@ class Attention(Layer):
         The weights [batch, heads, tokens, tokens] are kept for backward.
         """
         if mask is None and self.causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
+            mask = past_tokens(query.shape[-2], key.shape[-2], None, query.device)
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
         if mask is not None:
@@ -268,7 +287,11 @@ class Attention(Layer):
 
 def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:
     """Return [batch, 1, tokens, tokens], True where query and key share a document, combined with another mask."""
-    same = (documents[:, :, None] == documents[:, None, :])[:, None]
+    return _both((documents[:, :, None] == documents[:, None, :])[:, None], mask)
+
+
+def _both(sees: Tensor, mask: Tensor | None) -> Tensor:
+    """Return a mask that is True, or what another mask adds to the scores, where ``sees`` is True."""
     if mask is None:
-        return same
-    return same & mask if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))
+        return sees
+    return sees & mask if mask.dtype == torch.bool else mask.masked_fill(~sees, float("-inf"))

@@ -93,7 +93,7 @@ class TransformerBlock(Layer):
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
         experts: arguments of the `MoE` that replaces the MLP.
         norm_eps: epsilon of all norms; by default 1e-5 for ``layernorm`` and 1e-6 for ``rmsnorm``.
-        head_dim, qk_norm, rotary, rotary_base, rotary_scaling: see `Attention`.
+        head_dim, window, qk_norm, rotary, rotary_base, rotary_scaling: see `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
             attention and collectives, recompute the rest); ``train.activation_checkpoint`` sets it for any model.
     """
@@ -108,6 +108,7 @@ class TransformerBlock(Layer):
         head_dim: int | None = None,
         bias: bool = True,
         causal: bool = True,
+        window: int | None = None,
         norm: str = "layernorm",
         norm_eps: float | None = None,
         mlp: str = "gelu",
@@ -128,8 +129,8 @@ class TransformerBlock(Layer):
         self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
-            head_dim=head_dim, causal=causal, dropout=attention_dropout, qk_norm=qk_norm, norm_eps=norm_eps,
-            rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
+            head_dim=head_dim, causal=causal, window=window, dropout=attention_dropout, qk_norm=qk_norm,
+            norm_eps=norm_eps, rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
         self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.mlp: nn.Module

@@ -15,6 +15,18 @@ from colossus.error_place import located_error
 _MORE = 256
 
 
+def past_tokens(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [queries, keys], True where a query sees a key of causal attention; the last query is the last key.
+
+    Args:
+        queries, keys: their numbers.
+        window: the most tokens that a query sees, itself included.
+        device: the mask's device.
+    """
+    past = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return past if window is None else past.triu_(keys - queries - window + 1)
+
+
 @dataclass
 class _LayerCache:
     """The cache of one attention: ``length`` tokens of [batch, key/value heads, room, head_dim] are filled."""
@@ -55,24 +67,27 @@ class KeyValueCache:
         """Bytes of the whole cache, including unused room."""
         return sum(stored.keys.nbytes + stored.values.nbytes for stored in self._layers.values())
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         """Return causal attention of new tokens to all earlier ones and themselves: [batch, heads, tokens, head_dim].
 
         Args:
             layer: the attention with these keys and values; called once in each forward.
             query: [batch, heads, tokens, head_dim].
             key, value: [batch, key/value heads, tokens, head_dim]; they are stored.
+            window: the most tokens that one attends to, itself included.
         """
         key, value = self._extend(layer, key, value)
         batch, heads, tokens, size = query.shape
         kv = key.shape[-3]
         if tokens == 1:
+            if window is not None and window < key.shape[-2]:
+                key, value = key[..., -window:, :], value[..., -window:, :]
             # heads that share keys become tokens of one head, since ``enable_gqa`` would repeat the cache
             grouped = query.reshape(batch, kv, heads // kv, size)
             return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, heads, 1, size)
-        if not self.num_tokens:
+        if not self.num_tokens and (window is None or window >= tokens):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv != heads)
-        past = torch.ones(tokens, key.shape[-2], dtype=torch.bool, device=query.device).tril_(self.num_tokens)
+        past = past_tokens(tokens, key.shape[-2], window, query.device)
         return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=kv != heads)
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,6 +190,10 @@ class DecoderOptions(TransformerOptions):
     vocab_size: Count = 256
     #: RMSNorm of every query and key, with a weight [head_dim] each, before their rotation (Qwen3)
     qk_norm: bool = False
+    #: tokens that one attends to, itself and those before it; default all (Mistral's sliding window, 2310.06825)
+    window: Count | None = None
+    #: with a window, every so many layers one has none, the last of them (6 in Gemma 3, 2503.19786); default never
+    global_every: Annotated[int, Field(ge=2)] | None = None
     #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
     #: scaling in Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
@@ -203,9 +207,16 @@ class DecoderOptions(TransformerOptions):
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
+    @model_validator(mode="after")
+    def _has_a_window(self) -> DecoderOptions:
+        if self.global_every is not None and self.window is None:
+            raise ValueError(f"global_every = {self.global_every} names layers without a window, but window is not set")
+        return self
+
     def block_options(self, layer: int) -> dict[str, Any]:
         rotary = dict(rotary=self.is_rotary, rotary_base=self.rotary_base, rotary_scaling=self.rotary_scaling)
-        return rotary | {"qk_norm": self.qk_norm}
+        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
+        return rotary | {"qk_norm": self.qk_norm, "window": None if is_global else self.window}
 
     def sequence_mode(self, parallel: Any) -> str:
         """Return ring or Ulysses, the one that sends fewer bytes for this attention."""

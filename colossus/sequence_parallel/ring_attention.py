@@ -13,13 +13,8 @@ from colossus.comm.autograd import first_order
 from colossus.comm.links import rotate
 from colossus.context.groups import AxisGroup, group_of
 from colossus.error_place import located_error
-from colossus.sequence_parallel.kernels import (
-    AttentionTile,
-    attention_tiles,
-    block_backward,
-    block_forward,
-    needed_steps,
-)
+from colossus.sequence_parallel.kernels import block_backward, block_forward
+from colossus.sequence_parallel.tiles import AttentionTile, attention_tiles, needed_steps
 
 
 def ring_attention(
@@ -258,9 +253,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
         )
 
 
-def _shapes(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of `_forward`, for a trace without values."""
     out = _wide_zeros(q)
     return out.to(q.dtype), torch.full_like(out[..., 0], 0)

@@ -143,9 +143,9 @@ class Images(nn.Module):
 class Documents(nn.Module):
     """A token looks at the tokens before it that are of its own document."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.inner = layers.Attention(HIDDEN, HEADS)
+        self.inner = layers.Attention(HIDDEN, HEADS, **options)
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         return self.inner(x, documents=documents)
@@ -195,7 +195,13 @@ def mlp(p: Parameters, x: Tensor, at: str = "", gated: bool = False) -> Tensor:
 
 
 def attention(
-    p: Parameters, x: Tensor, documents: Tensor | None = None, at: str = "", causal: bool = True, rotary: bool = False
+    p: Parameters,
+    x: Tensor,
+    documents: Tensor | None = None,
+    at: str = "",
+    causal: bool = True,
+    rotary: bool = False,
+    window: int = TOKENS,
 ) -> Tensor:
     size = HIDDEN // HEADS
     q, k, v = (
@@ -204,7 +210,7 @@ def attention(
     if rotary:
         q, k = rotate(q), rotate(k)
     k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril() if causal else None
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril().triu(1 - window) if causal else None
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -283,6 +289,13 @@ CASES: dict[str, LayerCase] = {
         partial(layers.Attention, HIDDEN, HEADS, 6, rotary=True), (X,), partial(attention, rotary=True)
     ),
     "Attention within documents": LayerCase(Documents, (X, DOCUMENTS), partial(attention, at="inner.")),
+    "Attention within windows": LayerCase(
+        partial(layers.Attention, HIDDEN, HEADS, 6, rotary=True, window=3), (X,),
+        partial(attention, rotary=True, window=3),
+    ),
+    "Attention within windows of documents": LayerCase(
+        partial(Documents, window=2), (X, DOCUMENTS), partial(attention, at="inner.", window=2)
+    ),
     "TransformerBlock": LayerCase(partial(Between, block()), (X,), plain_block),
     "TransformerBlock like Llama": LayerCase(
         partial(Between, block(norm="rmsnorm", mlp="swiglu", bias=False, rotary=True)), (X,),

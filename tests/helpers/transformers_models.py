@@ -55,6 +55,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         eos_token_id=[2, 5],
     ),
     "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=8, num_key_value_heads=2),
+    "mistral": transformers.MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=3),
     "mixtral": transformers.MixtralConfig(
         **_LLAMA, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=3, experts_implementation="eager"
     ),

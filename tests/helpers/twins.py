@@ -20,12 +20,14 @@ def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
 
 
 class PlainAttention(nn.Module):
-    def __init__(self, o: TransformerOptions) -> None:
+    def __init__(self, o: TransformerOptions, layer: int = 0) -> None:
         super().__init__()
         width, kv = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim
         self.head_dim, self.rotary, self.causal = o.head_dim, o.is_rotary, isinstance(o, DecoderOptions)
         if isinstance(o, DecoderOptions):
             self.base, self.scaling = o.rotary_base, o.rotary_scaling
+            every = o.global_every or o.num_layers + 1
+            self.window = o.window if o.window is not None and layer % every != every - 1 else o.seq_len
         self.qkv = nn.ModuleDict(
             {
                 "query": nn.Linear(o.hidden_size, width, o.bias),
@@ -52,7 +54,8 @@ class PlainAttention(nn.Module):
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
         if self.causal:
-            scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+            behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+            scores = scores.masked_fill((behind < 0) | (behind >= self.window), float("-inf"))
         return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
 
     def turn(self, x: Tensor) -> Tensor:
@@ -126,7 +129,7 @@ def plain_norm(o: TransformerOptions) -> nn.Module:
 class PlainBlock(nn.Module):
     def __init__(self, o: TransformerOptions, layer: int = 0) -> None:
         super().__init__()
-        self.attention_norm, self.attention = plain_norm(o), PlainAttention(o)
+        self.attention_norm, self.attention = plain_norm(o), PlainAttention(o, layer)
         has_experts = isinstance(o, LlamaOptions) and o.experts is not None and o.experts.is_in(layer)
         self.mlp_norm, self.mlp = plain_norm(o), PlainMoE(o) if has_experts else PlainMLP(o)  # type: ignore[arg-type]
 

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
     "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, every=2)},
     "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
+    "llama windows": {**LLAMA, "window": 3, "global_every": 2},
     "vit": VIT,
     "vit mean": dict(
         VIT, pool="mean", label_smoothing=0.1, mlp="swiglu", ffn_hidden_size=36, norm="rmsnorm", bias=False

@@ -22,7 +22,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
-from colossus.sequence_parallel import kernels, ring_attention
+from colossus.sequence_parallel import kernels, ring_attention, tiles
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
@@ -185,7 +185,7 @@ def test_exact(ring_ranks: int, ulysses_ranks: int) -> None:
 
 
 def _exact_with_tiles(context: ParallelContext, cases: list[Case], tile: int) -> None:
-    kernels.TILE = tile
+    tiles.TILE = tile
     _exact(context, cases)
 
 
@@ -225,8 +225,8 @@ def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], t
 
 def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], tile: int) -> None:
     """Documents are not read, so all tiles have masks; the messages of a step go in one batch."""
-    kernels.can_be_read = lambda documents: False
-    kernels.MASKED_TILE = tile
+    tiles.can_be_read = lambda documents: False
+    tiles.MASKED_TILE = tile
     if context.size("ring") > 1:
         shared_memory.enable(False)
         for hop in range(1, context.size("ring")):
@@ -331,9 +331,9 @@ def test_steps_of_a_window_are_those_with_work(ring: int, chunk: int, window: in
         step
         for step in range(ring)
         for rank in range(ring)
-        if any(kernels.attention_tiles(tokens, ring, rank, (rank - step) % ring, True, window=window))
+        if any(tiles.attention_tiles(tokens, ring, rank, (rank - step) % ring, True, window=window))
     }
-    assert kernels.needed_steps(tokens, ring, window) == sorted(busy)
+    assert tiles.needed_steps(tokens, ring, window) == sorted(busy)
 
 
 def test_a_window_is_sent_to_neighbours_only() -> None:
@@ -347,7 +347,7 @@ def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for tile in kernels.attention_tiles(length, ranks, index, source, causal):
+        for tile in tiles.attention_tiles(length, ranks, index, source, causal):
             rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
             scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
@@ -406,7 +406,7 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    assert not list(kernels.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
+    assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
 
 
 # -- the tests can fail ------------------------------------------------------------------------------------

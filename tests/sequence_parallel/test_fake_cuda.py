@@ -19,7 +19,7 @@ from colossus.config import load_config
 from colossus.context.local_ranks import RanksFailed
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sequence_parallel import kernels
+from colossus.sequence_parallel import tiles
 from colossus.sequence_parallel.attend import attend
 
 WORLD, TOKENS = 4, 13
@@ -62,7 +62,7 @@ def test_attention_waits_for_nothing() -> None:
 
 
 def reading(rank: int) -> None:
-    kernels.can_be_read = lambda documents: True
+    tiles.can_be_read = lambda documents: True
     attention(rank, "ring")
 
 

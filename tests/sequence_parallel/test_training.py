@@ -91,6 +91,7 @@ def test_twenty_steps_in_single_precision(name: str) -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": dict(positions="rotary"),
     "grouped": dict(positions="rotary", num_kv_heads=2, norm="rmsnorm", mlp="swiglu"),
+    "windows": dict(positions="rotary", window=5, global_every=2),
     "full checkpoint": dict(activation_checkpoint="full"),
     "selective checkpoint": dict(activation_checkpoint="selective"),
 }
@@ -99,8 +100,8 @@ MODELS: dict[str, dict[str, Any]] = {
 #: plan -> the models that run by default
 FEW = {
     "ring 4": ("rotary", "grouped", "full checkpoint"),
-    "ulysses 2": ("grouped", "selective checkpoint"),
-    "hybrid 4": (),
+    "ulysses 2": ("grouped", "selective checkpoint", "windows"),
+    "hybrid 4": ("windows",),
 }
 
 
