@@ -25,6 +25,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.sequence_parallel.attend import attend
+from colossus.sequence_parallel.tiles import TILE
 from colossus.sharded_tensor.placement import Place, Placement, local_mask, placement_of
 from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import plain, wrap
@@ -253,10 +254,11 @@ class Attention(Layer):
         grouped = self.num_kv_heads != self.num_heads
         tokens, rate = query.shape[-2], self._dropout_rate()
         window = self.window if self.window is not None and self.window < tokens else None
-        if window is not None and mask is None and rate == 0.0:
+        in_tiles = window is not None or (documents is not None and tokens > TILE)
+        if in_tiles and mask is None and rate == 0.0:
             one_rank = self.context.group(())
             query, key, value = map(to_product_dtype, (query, key, value))
-            return attend(query, key, value, one_rank, one_rank, causal=True, documents=documents, window=window)
+            return attend(query, key, value, one_rank, one_rank, causal=self.causal, documents=documents, window=window)
         if documents is not None:
             mask = _same_document(documents, mask)
         if self.causal and (mask is not None or window is not None):

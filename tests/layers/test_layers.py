@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers import attention
 from colossus.layers.linear import share_input
+from colossus.sequence_parallel import tiles
 from colossus.sharded_tensor.tensor import plain
 
 
@@ -218,3 +221,23 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
             assert spec_of(copied) is spec_of(mine), name
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_documents_need_no_mask_of_all_tokens(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same attention with that mask; values and every gradient."""
+    for module in (attention, tiles):
+        monkeypatch.setattr(module, "TILE", 3)
+    torch.manual_seed(0)
+    layer = layers.Attention(12, 3, causal=causal).double()
+    x = torch.randn(2, 10, 12, dtype=torch.float64, requires_grad=True)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 2], [3, 3, 3, 3, 3, 3, 3, -1, -1, -1]])
+    same = (documents[:, :, None] == documents[:, None, :])[:, None]
+    with patch.object(attention, "attend", wraps=attention.attend) as in_tiles:
+        tiled, whole = layer(x, documents=documents), layer(x, mask=same)
+    assert in_tiles.call_count == 1
+    torch.testing.assert_close(tiled, whole, rtol=0, atol=1e-14)
+    dy = torch.randn_like(whole)
+    inputs = [x, *layer.parameters()]
+    for one, other in zip(torch.autograd.grad(tiled, inputs, dy), torch.autograd.grad(whole, inputs, dy), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
