@@ -44,7 +44,7 @@ The plan of the file is ignored; --keep fixes keys of the plans, all other secti
 compares every product of data, pipeline, tensor, sequence and expert sizes, with their modes, schedules, ZeRO and
 activation checkpointing, that fits the model, the batch and the memory.
 
---hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with round efficiencies. They are good for
+--hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with published efficiencies. They are good for
 comparing plans, not for promising times; a file that `colossus doctor --measure OUT.json` wrote on such a device is
 better. cpu measures this machine with a rank for each device, {MOST_MEASURED} at most, in half a minute or less.
 

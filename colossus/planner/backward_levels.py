@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colossus.layout.split_parameter import local_shape
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.layout_blocks import Level
-from colossus.planner.trace import Operator
+from colossus.planner.trace import Accumulation
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.gathered_weights import WgradDeferral
@@ -82,7 +82,7 @@ class BackwardLevels:
         nbytes = local_shape(param).numel() * gradient_dtype(param).itemsize
         self._end_level()
         self._made += nbytes
-        self._recorder.record(Operator(3.0 * nbytes, "add_"))
+        self._recorder.record(Accumulation(3.0 * nbytes, "add_"))
 
     def _end_level(self) -> None:
         self._levels.append((max(0, self._fake.peak - self._base - self._made), self._made - self._made_before))

@@ -51,7 +51,9 @@ class RankTimeline:
     def __init__(self, profile: LayoutProfile, rank: PlanRank, player: TracePlayer) -> None:
         self.profile, self.stages, self.player = profile, rank.stages, player
         self.traffic = traffic = rank.traffic_with(profile.optimizer)
-        self._costs: dict[tuple[str, int, bool, bool], ActionCost] = {}
+        self._costs: dict[tuple[str, int, bool, bool, bool], ActionCost] = {}
+        #: blocks whose gradients are gone after each backward
+        self._freed = {own.block for own in traffic.reductions if own.when == "each"}
         self._gathers = {(gather.stage, gather.block): gather for gather in traffic.gathers}
         self._last = {action.stage: action for action in self.stages.actions if action.kind in LAST_USE}
 
@@ -65,7 +67,7 @@ class RankTimeline:
         return self._last.get(action.stage) == action
 
     def cost(self, action: Action) -> ActionCost:
-        key = action.kind, action.stage, self.is_last(action), self._is_freed(action)
+        key = action.kind, action.stage, self.is_last(action), self._is_freed(action), action.microbatch == 0
         if key not in self._costs:
             self._costs[key] = self._cost(*key)
         return self._costs[key]
@@ -76,7 +78,7 @@ class RankTimeline:
             return (action.stage, action.microbatch) in self.traffic.gathered
         return any(gather.in_backward for gather in self.traffic.gathers if gather.stage == action.stage)
 
-    def _cost(self, kind: str, stage: int, is_last: bool, is_freed: bool) -> ActionCost:
+    def _cost(self, kind: str, stage: int, is_last: bool, is_freed: bool, is_first: bool) -> ActionCost:
         numbers = list(self.stages.blocks_of(stage))
         if kind != "forward":
             numbers.reverse()
@@ -93,7 +95,10 @@ class RankTimeline:
             gather = self._gathers.get((stage, number)) if is_freed and kind != "backward_weight" else None
             arriving = 0.0 if gather is None else self._all(gather.collectives).seconds
             copying[number] += 0.0 if gather is None else self._copying(gather.collectives)
-            blocks.append(BlockSeconds(trace.seconds + copying[number], arriving, leaving.get(number, 0.0)))
+            computing = trace.seconds + copying[number]
+            if is_first or number in self._freed:
+                computing -= trace.accumulating
+            blocks.append(BlockSeconds(computing, arriving, leaving.get(number, 0.0)))
         hardware = self.player.hardware
         done, sent = run_beside(blocks, overlaps=hardware.overlaps)
         computing = sum(block.computing for block in blocks)
@@ -136,8 +141,9 @@ class RankTimeline:
 
     @cached_property
     def begin(self) -> float:
-        """Return the seconds before the first forward: gathers of weights that stay whole for the step."""
-        return self._all(self.traffic.begin).seconds + sum(played.seconds for played in self._once("forward"))
+        """Return the seconds before the first forward: gathers of weights that stay whole for the step, and copies."""
+        gathers = self._all(self.traffic.begin).seconds + self._copying(self.traffic.begin)
+        return gathers + sum(played.seconds for played in self._once("forward"))
 
     @cached_property
     def end(self) -> float:

@@ -48,6 +48,12 @@ class Operator:
     name: str = ""
 
 
+class Accumulation(Operator):
+    """The sum of a gradient and that of the microbatches before: there is none in the first, or if these are gone."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """The start of a collective or a message.

@@ -9,7 +9,7 @@ from colossus.hardware.hardware import Hardware, bytes_sent
 from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_memory import StoredBytes
-from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
+from colossus.planner.trace import Accumulation, AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
 #: operators of an update for each parameter
 _UPDATE_OPERATORS = 4
@@ -22,11 +22,13 @@ class Played:
     Attributes:
         seconds: seconds from its first event to its last.
         repeated: the part of these that is recomputation, without exposed collectives.
+        accumulating: the part that adds gradients to those of microbatches before.
         axes: cost of its collectives, by axes.
     """
 
     seconds: float = 0.0
     repeated: float = 0.0
+    accumulating: float = 0.0
     axes: dict[str, AxisCost] = field(default_factory=dict)
 
     @property
@@ -93,11 +95,15 @@ class TracePlayer:
                     exposed = max(0.0, end - now)
                     played.add(axes, AxisCost(exposed=exposed))
                     now += exposed + hardware.occupied * max(0.0, seconds - exposed)
-            elif hardware.overlaps:
-                now = max(now, queued) + self._times * self._work(event)
-                queued += hardware.operator_seconds
             else:
-                now += hardware.operator_seconds + self._times * self._work(event)
+                seconds = self._times * self._work(event)
+                if isinstance(event, Accumulation):
+                    played.accumulating += seconds
+                if hardware.overlaps:
+                    now = max(now, queued) + seconds
+                    queued += hardware.operator_seconds
+                else:
+                    now += hardware.operator_seconds + seconds
         return now
 
     def _work(self, event: Event) -> float:

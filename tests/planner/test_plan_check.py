@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.plan_cases import CASES, FOUR, MB2, MORE_CASES, config_of_case
+from helpers.real_sizes import LLAMA_8B, run_of
 
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
@@ -35,6 +36,17 @@ def test_a_plan_is_as_predicted() -> None:
     assert sys.excepthook is hook  # torch's names a rank in front of every line
     assert {row.what for row in report.axes} == {"data", "pipeline", "pipelinexdata"}
     assert [(rank.rank, rank.pipeline_rank) for rank in report.ranks] == [(0, 0), (2, 1)]
+
+
+def test_the_engines_own_operators_take_as_long_as_predicted() -> None:
+    """Under FSDP weights and gradients are copied, and one microbatch adds no gradients."""
+    hardware = FromDataSheet("h100")
+    hardware.occupied = 0.0  # a play knows no contention
+    config = load_config(run_of(LLAMA_8B, layers=2, recompute="full", data=8, zero=3))
+    report = check(config, Estimator(hardware).estimate(config), [0], hardware=hardware)
+    what, predicted, played = report.seconds[0]
+    assert what == "step"
+    assert predicted == pytest.approx(played, rel=0.01)
 
 
 def test_what_differs_is_told() -> None:
