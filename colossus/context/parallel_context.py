@@ -164,6 +164,19 @@ class ParallelContext:
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
         return self._groups.get(names) or self._make_group(names, names, self.grid.group(self.rank, names))
 
+    def state_group(self, axes: Axes) -> AxisGroup:
+        """Return the group over these axes for gradients and stored weights, which travel while activations do.
+
+        On an accelerator the collectives of one communicator run one after the other. So where activations travel over
+        the same ranks (to split tokens or features, or to their experts) this is another group.
+        """
+        group, grid = self.group(axes), self.grid
+        of_activations = {*grid.axes("tensor"), *grid.axes("sequence"), *grid.expert_axes}
+        if group.size == 1 or group.is_on_host or not of_activations.issuperset(group.axes):
+            return group
+        key = ("state", *group.axes)
+        return self._groups.get(key) or self._make_group(key, group.axes, group.ranks)
+
     def subgroup(self, axes: Axes, indices: Sequence[int], label: str | None = None) -> AxisGroup:
         """Return a group of some ranks along axes, by their indices in the group over these axes.
 
@@ -211,7 +224,7 @@ class ParallelContext:
             elif is_of_axes and len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
-                suffix = "" if key == names else "/some"  # another group may have the same axes and ranks
+                suffix = "" if key == names else f"/{key[0] or 'some'}"  # another group may have these axes and ranks
                 name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}{suffix}"
                 process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
                 self._own_groups.append(process_group)

@@ -84,7 +84,7 @@ class AllReduce(Strategy):
         """Make the sum of a bucket of gradients over these axes."""
         options, context = self._compress, self.parts.context
         if self._feedback is None or "data" not in axes:
-            return FlatSum(context.group(axes))
+            return FlatSum(context.state_group(axes))
         replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
             arguments = options.model_dump(include={"rank", "start_step", "min_compression_rate"})
@@ -165,7 +165,7 @@ class Hierarchical(AllReduce):
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
         if "data" not in axes or len(self.hosts.sets) == 1:
-            return FlatSum(self.parts.context.group(axes))
+            return FlatSum(self.parts.context.state_group(axes))
         if self._feedback is not None or self.hosts.per_host == 1:
             return super().sum_of(params, axes, dtype)
         return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())

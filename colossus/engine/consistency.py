@@ -142,7 +142,10 @@ class ProgramCheck:
 
     def _first_difference(self) -> str:
         """Return the first difference of the programs. Collective over the ranks whose numbers are summed."""
-        own = {(group.ranks[0], str(group)): group.program.names() for group in self._groups()}
+        own: dict[tuple[int, str, int], dict[int, str]] = {}
+        for group in self._groups():  # of two groups with the same ranks, one is of activations
+            number = sum(key[:2] == (group.ranks[0], str(group)) for key in own)
+            own[group.ranks[0], str(group), number] = group.program.names()
         step_group = self._context.group(self._axes)
         by_rank = [*zip(step_group.ranks, all_gather_object(own, step_group), strict=True)]
         for key in dict.fromkeys(key for _, programs in by_rank for key in programs):

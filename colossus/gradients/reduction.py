@@ -73,7 +73,7 @@ class GradientReduction:
             return tuple(axis for axis in gradient_sum_axes(param, context) if axis in axes)
 
         def flat_sum(params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
-            return FlatSum(context.group(axes))
+            return FlatSum(context.state_group(axes))
 
         limit = int(parts.bucket_mb * 2**20)
         self._buckets = {

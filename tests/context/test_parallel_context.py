@@ -19,6 +19,7 @@ from colossus.comm.collectives import all_gather
 from colossus.config.schema import Parallel
 from colossus.context.grid import LayerOptions, RankGrid, build_grid
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.planner.fake_rank import fake_world
 
 THREE = RankGrid({"data": 2, "row": 2, "col": 2}, {"tensor": ("row", "col"), "data": ("data",)})
 
@@ -218,3 +219,16 @@ def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch, port: 
         ValueError, match=rf"rank 0 of 2 did not connect to the others at 127\.0\.0\.1:{port} \(MASTER_ADDR"
     ):
         ParallelContext(grid(data=2), 0, timeout_seconds=1.0)
+
+
+def test_state_travels_beside_activations() -> None:
+    """A communicator runs one collective at a time: where activations use the ranks, gradients have another one."""
+    with fake_world(8, 0):
+        context = ParallelContext(grid(data=2, sequence=4))
+        own, of_activations = context.state_group("sequence"), context.group("sequence")
+        assert (own.ranks, str(own)) == (of_activations.ranks, str(of_activations))
+        assert own.process_group is not of_activations.process_group
+        assert context.state_group("sequence") is own
+        for axes in ("data", ("data", "sequence")):
+            assert context.state_group(axes) is context.group(axes)
+        context.close()

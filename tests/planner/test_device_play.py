@@ -100,6 +100,7 @@ PLANS: dict[str, tuple[dict[str, Any], float]] = {
     "2d": (run_of(LLAMA_8B, layers=2, samples=2, tensor=dict(mode="2d", size=4)), 12.0),
     "2.5d": (run_of(LLAMA_8B, layers=2, samples=4, tensor=dict(mode="2.5d", size=8, depth=2)), 13.0),
     "3d": (run_of(LLAMA_8B, layers=2, samples=4, tensor=dict(mode="3d", size=8)), 20.0),
+    "ulysses": (run_of(LLAMA_8B, layers=2, seq_len=32768, sequence=dict(size=8, mode="ulysses")), 12.0),
     "1f1b": (run_of(LLAMA_8B, layers=4, microbatches=4, pipeline=2), 58.0),
 }
 DEFAULT = ("1d, tokens split",)

@@ -102,7 +102,7 @@ class ParameterStore:
         """
         assert not self.blocks, "the parameters are sharded already"
         context = self._context
-        group = context.group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
+        group = context.state_group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
         if group.size == 1:
             if context.precision.params == context.precision.optimizer and not offload:
                 return
@@ -111,7 +111,7 @@ class ParameterStore:
 
         def group_of(param: nn.Parameter) -> AxisGroup:
             cut = spec_of(param).layout.shard_axes
-            return context.group(tuple(axis for axis in group.axes if axis not in cut))
+            return context.state_group(tuple(axis for axis in group.axes if axis not in cut))
 
         def takes(param: nn.Parameter) -> bool:
             return row_source(param) is None and (stage == 3 or param.requires_grad)
