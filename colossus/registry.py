@@ -178,7 +178,7 @@ WEIGHT_WRITERS = Registry(
     },
 )
 #: order plans without torch: config -> (a plan of it -> a lower bound of the seconds of a step)
-PLAN_COSTS = Registry("cost of plans", {"least_seconds": "colossus.planner.lower_bounds:least_seconds"})
+PLAN_COSTS = Registry("cost of plans", {"least_seconds": "colossus.planner.closed_form:least_seconds"})
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",

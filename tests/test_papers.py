@@ -10,7 +10,7 @@ import pytest
 from colossus.config import load_config, model_options
 from colossus.config.plans import world_size
 from colossus.planner.estimate import Estimator
-from colossus.planner.lower_bounds import Sizes
+from colossus.planner.transformer_sizes import Sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package

@@ -30,7 +30,7 @@ def is_plain(layout: ModelLayout) -> bool:
 
 
 def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayout], float]) -> list[ModelLayout]:
-    """Return the best plain layout of each mode and size of tensor parallelism and number of expert ranks.
+    """Return the best plain layout of each mode of tensor parallelism, in 1D of each size, and number of expert ranks.
 
     Layouts without recomputation come before those with. Layouts without a plan that fits are left out. If no layout is
     plain, the first ones are returned.
@@ -41,7 +41,8 @@ def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayo
     """
     best: dict[Any, tuple[tuple[bool, float], ModelLayout]] = {}
     for layout in filter(is_plain, every):
-        kind = layout.tensor.mode, layout.tensor.size, layout.expert
+        tensor = layout.tensor
+        kind = tensor.mode, tensor.size if tensor.mode == "1d" else None, layout.expert
         rank = layout.activation_checkpoint.type != "none", likely(layout)
         if rank[1] < float("inf") and (kind not in best or rank < best[kind][0]):
             best[kind] = rank, layout

@@ -9,8 +9,8 @@ from typing import Any
 
 from colossus.config import ConfigError
 from colossus.planner.candidates import Candidate
+from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
-from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import SCOPES, ModelLayout
 from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
 
@@ -27,7 +27,7 @@ class LayoutScores:
         every: its plans.
         candidates: those that may fit by the lower bound of their memory.
         estimator: estimator of plans.
-        bounds: lower bounds.
+        form: closed forms of plans.
         memory: bytes of a device.
         scored: (seconds, plan) of the scored plans that fit.
         too_large: (bytes, plan) of those that do not.
@@ -37,7 +37,7 @@ class LayoutScores:
     layout: ModelLayout
     every: Sequence[Candidate]
     estimator: Estimator
-    bounds: LowerBounds
+    form: ClosedForm
     memory: float
     scored: list[tuple[float, Candidate]] = field(default_factory=list)
     too_large: list[tuple[float, Candidate]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class LayoutScores:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        return [candidate for candidate in self.every if self.bounds.memory(candidate.config) <= self.memory]
+        return [candidate for candidate in self.every if self.form.memory(candidate.config) <= self.memory]
 
     @cached_property
     def profiled(self) -> Candidate:
@@ -68,6 +68,8 @@ class LayoutScores:
         Returns:
             The seconds of the best of these plans, infinite if none fits.
         """
+        if not candidates:
+            return float("inf")
         groups: dict[Any, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.all_but_zero, []).append(candidate)
@@ -112,7 +114,7 @@ class LayoutScores:
 
     def _size_of(self, candidate: Candidate) -> tuple[float, int]:
         """Return a key of a plan's memory: the lower bound, and how long gathered weights stay."""
-        return self.bounds.memory(candidate.config), SCOPES.index(candidate.config.parallel.tensor.weights)
+        return self.form.memory(candidate.config), SCOPES.index(candidate.config.parallel.tensor.weights)
 
     def _score_first_that_fit(self, candidates: Sequence[Candidate]) -> float:
         """Score the first plan that fits, by bisection, and the next one; return the seconds of the faster of the two.

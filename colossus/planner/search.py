@@ -1,7 +1,7 @@
 """The search of the best plans.
 
-The search visits layouts, the likely ones first. It scores the plans of a layout that the lower bounds allow, and
-estimates those with the best scores in full.
+The search visits layouts, the likely ones first. It scores the plans of a layout that may fit, and estimates those with
+the best scores in full.
 
 A profile takes a fraction of a second, and there are hundreds of layouts. Formulas put them in order: first one of each
 kind and size of tensor parallelism, then the neighbours of the best, which differ in one section. The search visits the
@@ -20,11 +20,11 @@ from colossus.config import Config, ConfigError
 from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
+from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.layout_order import first_of_each_kind, fully_sharded, neighbours, recomputed, representatives
 from colossus.planner.layout_scores import LayoutScores
-from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, are_alike
 from colossus.planner.search_result import SearchResult
@@ -34,8 +34,10 @@ from colossus.progress import progress
 #: the most layouts scored at first; rounds of neighbours, the best layouts that they are neighbours of, and the most
 #: layouts scored for each
 _FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 3
-#: a layout is scored if its likely seconds are at most this factor times those of the best plan
-_FAR = 2.0
+#: a layout is likely to fit if the lower bound of its memory is at most this part of a device's
+_FULL = 0.85
+#: visited layouts after which the least of their slowdowns is expected of further ones
+_ENOUGH = 4
 #: the fewest plans that are estimated, and how many beyond those of the result
 _FEWEST, _SPARE = 10, 4
 #: layouts, and plans of each, whose memory is predicted if no plan fits
@@ -78,11 +80,13 @@ class _Search:
         self._memory, self._top, self._keep = memory, top, keep
         self._fixed = FixedKeys.of(config, keep)
         self._estimator = Estimator(hardware, hosts=hosts)
-        self._bounds = LowerBounds(config, hardware, hosts=hosts)
+        self._form = ClosedForm(config, hardware, hosts=hosts)
         self._every: Sequence[ModelLayout] = ()
         self._nodes: dict[ModelLayout, LayoutScores] = {}
         self._visited: set[ModelLayout] = set()
         self._likely_of: dict[ModelLayout, float] = {}
+        #: seconds of the best plan of each visited layout over its likely seconds
+        self._slowdowns: list[float] = []
         #: (bytes, number, layout) for each layout: the least memory that its plans may need
         self._least_memory: list[tuple[float, int, ModelLayout]] = []
         #: the best plan of each usual kind, or the one that exceeds the memory least
@@ -170,7 +174,8 @@ class _Search:
         ]
         visited = 0
         for likely, _, layout in sorted(new, key=lambda numbered: numbered[:2]):
-            if visited == most or likely == float("inf") or likely > _FAR * self._best:
+            seconds = likely * (min(self._slowdowns) if len(self._slowdowns) >= _ENOUGH else 1.0)
+            if visited == most or seconds == float("inf") or seconds > self._most_seconds():
                 break
             self._visited.add(layout)
             node = self._node(layout)
@@ -178,7 +183,8 @@ class _Search:
                 continue
             visited += 1
             progress(f"layout {len(self._visited)}: {describe_plan(node.candidates[0].config)}")
-            node.score_likely(node.candidates, self._most_seconds)
+            if node.score_likely(node.candidates, self._most_seconds) < float("inf") and likely:
+                self._slowdowns.append(node.seconds / likely)
             if not node.scored and layout.activation_checkpoint.type == "none":
                 self._visit(recomputed(layout, self._every), 1)
 
@@ -186,16 +192,17 @@ class _Search:
         """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
         if layout not in self._likely_of:
             rough = representatives(self._config, self._devices, layout)
-            least = [self._bounds.memory(fully_sharded(config)) for config in rough]
-            fitting = [config for config, size in zip(rough, least, strict=True) if size <= self._memory]
-            self._likely_of[layout] = min(map(self._bounds.likely, fitting), default=0.0 if not rough else float("inf"))
+            least = [self._form.memory(fully_sharded(config)) for config in rough]
+            most = _FULL * self._memory
+            fitting = [config for config, size in zip(rough, least, strict=True) if size <= most]
+            self._likely_of[layout] = min(map(self._form.seconds, fitting), default=float("inf") if rough else 0.0)
             self._least_memory += [(min(least), len(self._likely_of), layout)] if least else []
         return self._likely_of[layout]
 
     def _node(self, layout: ModelLayout) -> LayoutScores:
         if layout not in self._nodes:
             every = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
-            self._nodes[layout] = LayoutScores(layout, every, self._estimator, self._bounds, self._memory)
+            self._nodes[layout] = LayoutScores(layout, every, self._estimator, self._form, self._memory)
         return self._nodes[layout]
 
     # -- estimates ------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Lower bounds of a plan's step time and memory, from formulas, before its layout is profiled. No torch.
+"""The seconds and bytes of a plan by closed forms, which order layouts before they are profiled. No torch.
 
-Only certain costs count: the products of transformer blocks at the best rate of the device, the collectives of tensor
-parallelism, and the wait at the ends of a pipeline; weights, gradients and Adam's state, and the inputs of products.
-Whatever can overlap does. Both bounds are 0 for a model whose sizes its options do not tell.
+Seconds are the products of transformer blocks at the best rate of the device, the collectives of tensor and sequence
+parallelism without overlap, and the wait at the ends of a pipeline. Bytes are those that certainly count (see
+`colossus.planner.least_memory`). Both are 0 for a model whose sizes its options do not tell.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -25,96 +24,18 @@ from colossus.hardware.host_placement import Placement
 from colossus.hardware.named_hardware import default_hosts
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.models.options import DecoderOptions, TransformerOptions, shardings_of
+from colossus.models.options import shardings_of
+from colossus.planner.least_memory import least_memory
+from colossus.planner.transformer_sizes import WIDTHS, Sizes
 from colossus.tensor_parallel.attention_heads import are_replicated
 from colossus.tensor_parallel.mode import AxisSizes
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-#: optimizers with two states for each parameter
-_TWO_STATES = ("Adam", "AdamW", "NAdam", "RAdam")
 #: a move over n ranks multiplies a rank's elements by n to this power
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a transformer, in elements of weights.
-
-    Attributes:
-        options: the model's options.
-        linears: linears of a block with an MLP: "column" or "row", in features, out features by name.
-        dense: number of layers with an MLP; the others have experts.
-        attention: weights of an attention.
-        mlp: weights of an MLP.
-        experts: weights of all experts of a layer.
-        head: weights of the output layer over the vocabulary, 0 without one.
-        embedding: weights of the token embedding, 0 if it is tied to the head.
-    """
-
-    options: TransformerOptions
-    linears: tuple[tuple[str, int, Mapping[str, int]], ...]
-    dense: int
-    attention: int
-    mlp: int
-    experts: int
-    head: int
-    embedding: int
-
-    @classmethod
-    def of(cls, options: Any) -> Sizes | None:
-        """Return the sizes of a model by its options, None for a model that this does not know."""
-        if not isinstance(options, TransformerOptions) or not getattr(options, "generates", True):
-            return None
-        o, experts = options, getattr(options, "experts", None)
-        wide, kv, inner = o.ffn_hidden_size, o.num_kv_heads * o.head_dim, o.num_heads * o.head_dim
-        up = {"gate": wide, "value": wide} if o.mlp == "swiglu" else {"": wide}
-        linears = (
-            ("column", o.hidden_size, {"query": inner, "key": kv, "value": kv}),
-            ("row", inner, {"": o.hidden_size}),
-            ("column", o.hidden_size, up),
-            ("row", wide, {"": o.hidden_size}),
-        )
-        attention, mlp = (sum(n * sum(outs.values()) for _, n, outs in part) for part in (linears[:2], linears[2:]))
-        table = o.hidden_size * o.vocab_size if isinstance(o, DecoderOptions) else 0
-        is_tied = isinstance(o, DecoderOptions) and o.tie_embeddings
-        return cls(
-            o, linears,
-            dense=sum(experts is None or not experts.is_in(layer) for layer in range(o.num_layers)),
-            attention=attention, mlp=mlp,
-            experts=0 if experts is None else 3 * experts.num * o.hidden_size * (experts.ffn_size or 0),
-            head=table, embedding=0 if is_tied else table,
-        )  # fmt: skip
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of a sample."""
-        o: Any = self.options
-        return o.seq_len if isinstance(o, DecoderOptions) else o.num_tokens
-
-    @property
-    def active(self) -> float:
-        """Return the weights of blocks that a token is multiplied by. Experts that may drop tokens count as none."""
-        o, experts = self.options, getattr(self.options, "experts", None)
-        chosen = 0.0 if experts is None or experts.capacity is not None else self.experts * experts.top_k / experts.num
-        return o.num_layers * self.attention + self.dense * self.mlp + (o.num_layers - self.dense) * chosen
-
-    @property
-    def recomputed(self) -> float:
-        """Return the part of `active` that full checkpointing computes again: all but each block's last product."""
-        o, dense = self.options, self.dense
-        last = o.hidden_size * o.ffn_hidden_size
-        experts = self.active - o.num_layers * self.attention - dense * self.mlp
-        return self.active - dense * last - experts / 3
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Return the weights of blocks and head without experts, and the weights of experts."""
-        layers = self.options.num_layers
-        return layers * self.attention + self.dense * self.mlp + self.head, (layers - self.dense) * self.experts
-
-
-class LowerBounds:
-    """Lower bounds for the plans of one model on one kind of device.
+class ClosedForm:
+    """Closed forms for the plans of one model on one kind of device.
 
     Args:
         config: the user's config; its own plan is ignored.
@@ -128,14 +49,7 @@ class LowerBounds:
         self._moved: dict[Any, float] = {}
 
     def seconds(self, config: Config) -> float:
-        """Return a lower bound of the seconds of a resolved config's step; the estimate is never less."""
-        if self.sizes is None:
-            return 0.0
-        moved, layers = self._moving(config), self.sizes.options.num_layers
-        return max(self._computing(config), moved * layers / config.parallel.pipeline.size)
-
-    def likely(self, config: Config) -> float:
-        """Return the likely seconds of a step, by which layouts are ordered: the costs of `seconds` without overlap."""
+        """Return the likely seconds of a resolved config's step."""
         if self.sizes is None:
             return 0.0
         layers = self.sizes.options.num_layers / config.parallel.pipeline.size
@@ -156,14 +70,8 @@ class LowerBounds:
         return times * count * placement.seconds(self._hardware, operation, "sequence", elements * width)
 
     def memory(self, config: Config) -> float:
-        """Return a lower bound of the bytes of the fullest rank of a resolved config; the estimate is never less."""
-        if self.sizes is None:
-            return 0.0
-        stored, gradients = _stored(self.sizes, config)
-        activations = _activations(self.sizes, config)
-        return stored + (max(activations, gradients) if config.schedule.microbatches == 1 else activations + gradients)
-
-    # -- seconds --------------------------------------------------------------------------------------------
+        """Return a lower bound of the bytes of the fullest rank of a resolved config."""
+        return 0.0 if self.sizes is None else least_memory(self.sizes, config)
 
     @cached_property
     def _rate(self) -> float:
@@ -245,12 +153,12 @@ class LowerBounds:
 
 
 def least_seconds(config: Config) -> Callable[[Config], float]:
-    """Return a key that orders plans if no device is named: the least seconds of a step on H100s, to three digits."""
+    """Return a key that orders plans if no device is named: the likely seconds of a step on H100s, to three digits."""
     hardware = FromDataSheet("h100")
 
     def of_plan(plan: Config) -> float:
-        bounds = LowerBounds(config, hardware, hosts=default_hosts(hardware, world_size(plan.parallel)))
-        return float(f"{bounds.seconds(plan):.3g}")
+        form = ClosedForm(config, hardware, hosts=default_hosts(hardware, world_size(plan.parallel)))
+        return float(f"{form.seconds(plan):.3g}")
 
     return of_plan
 
@@ -276,40 +184,3 @@ def _collectives(
             if operation in COLLECTIVES:
                 yield move.axes, COLLECTIVES[operation], inputs
         local = after
-
-
-# -- memory ---------------------------------------------------------------------------------------------------
-
-
-def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
-    """Return the bytes of weights and optimizer state, and of gradients, on a mean pipeline rank."""
-    parallel, precision, zero = config.parallel, config.train.precision, config.parallel.zero
-    dense, experts = sizes.stored
-    elements: float = dense + experts / parallel.expert.size
-    if not getattr(sizes.options, "sparse_embeddings", False):
-        elements += sizes.embedding
-    elements /= parallel.tensor.size * parallel.pipeline.size
-    params, compute, optimizer = (WIDTHS[getattr(precision, key)] for key in ("params", "compute", "optimizer"))
-    ranks = (zero.shard or parallel.data or 1) * parallel.sequence.size
-    has_copy = optimizer != params
-    gradients, states = params, (2 * (config.optimizer.type in _TWO_STATES) + has_copy) * optimizer
-    if config.optimizer.groups:  # some parameters may be frozen
-        gradients, states = 0, 0
-    if not zero.stage:
-        return elements * (params + states), elements * gradients
-    whole = min(params, compute) if zero.stage < 3 else min(params, compute) / ranks * (not zero.offload)
-    return elements * (whole + (0 if zero.offload else states / ranks)), elements * gradients / ranks
-
-
-def _activations(sizes: Sizes, config: Config) -> float:
-    """Return the least bytes that blocks save of one microbatch for backward, on a mean pipeline rank."""
-    parallel, checkpointing = config.parallel, config.train.activation_checkpoint
-    if checkpointing.modules is not None or sizes.options.activation_checkpoint != "none":
-        return 0.0
-    o = sizes.options
-    samples = config.train.global_batch_size / (parallel.data or 1) / config.schedule.microbatches
-    tokens = samples * sizes.tokens / (parallel.sequence.size * parallel.tensor.size * parallel.pipeline.size)
-    features = o.num_layers * o.hidden_size  # the inputs of blocks
-    if checkpointing.type != "full":  # inputs of products, or with selective checkpointing their outputs
-        features += o.num_layers * o.num_heads * o.head_dim + sizes.dense * o.ffn_hidden_size
-    return features * tokens * WIDTHS[config.train.precision.compute]

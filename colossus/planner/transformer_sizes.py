@@ -1,0 +1,89 @@
+"""The sizes of a transformer by its options, for formulas. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colossus.models.options import DecoderOptions, TransformerOptions
+
+#: bytes of an element by the name of its dtype
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a transformer, in elements of weights.
+
+    Attributes:
+        options: the model's options.
+        linears: linears of a block with an MLP: "column" or "row", in features, out features by name.
+        dense: number of layers with an MLP; the others have experts.
+        attention: weights of an attention.
+        mlp: weights of an MLP.
+        experts: weights of all experts of a layer.
+        head: weights of the output layer over the vocabulary, 0 without one.
+        embedding: weights of the token embedding, 0 if it is tied to the head.
+    """
+
+    options: TransformerOptions
+    linears: tuple[tuple[str, int, Mapping[str, int]], ...]
+    dense: int
+    attention: int
+    mlp: int
+    experts: int
+    head: int
+    embedding: int
+
+    @classmethod
+    def of(cls, options: Any) -> Sizes | None:
+        """Return the sizes of a model by its options, None for a model that this does not know."""
+        if not isinstance(options, TransformerOptions) or not getattr(options, "generates", True):
+            return None
+        o, experts = options, getattr(options, "experts", None)
+        wide, kv, inner = o.ffn_hidden_size, o.num_kv_heads * o.head_dim, o.num_heads * o.head_dim
+        up = {"gate": wide, "value": wide} if o.mlp == "swiglu" else {"": wide}
+        linears = (
+            ("column", o.hidden_size, {"query": inner, "key": kv, "value": kv}),
+            ("row", inner, {"": o.hidden_size}),
+            ("column", o.hidden_size, up),
+            ("row", wide, {"": o.hidden_size}),
+        )
+        attention, mlp = (sum(n * sum(outs.values()) for _, n, outs in part) for part in (linears[:2], linears[2:]))
+        table = o.hidden_size * o.vocab_size if isinstance(o, DecoderOptions) else 0
+        is_tied = isinstance(o, DecoderOptions) and o.tie_embeddings
+        return cls(
+            o, linears,
+            dense=sum(experts is None or not experts.is_in(layer) for layer in range(o.num_layers)),
+            attention=attention, mlp=mlp,
+            experts=0 if experts is None else 3 * experts.num * o.hidden_size * (experts.ffn_size or 0),
+            head=table, embedding=0 if is_tied else table,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a sample."""
+        o: Any = self.options
+        return o.seq_len if isinstance(o, DecoderOptions) else o.num_tokens
+
+    @property
+    def active(self) -> float:
+        """Return the weights of blocks that a token is multiplied by. Experts that may drop tokens count as none."""
+        o, experts = self.options, getattr(self.options, "experts", None)
+        chosen = 0.0 if experts is None or experts.capacity is not None else self.experts * experts.top_k / experts.num
+        return o.num_layers * self.attention + self.dense * self.mlp + (o.num_layers - self.dense) * chosen
+
+    @property
+    def recomputed(self) -> float:
+        """Return the part of `active` that full checkpointing computes again: all but each block's last product."""
+        o, dense = self.options, self.dense
+        last = o.hidden_size * o.ffn_hidden_size
+        experts = self.active - o.num_layers * self.attention - dense * self.mlp
+        return self.active - dense * last - experts / 3
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Return the weights of blocks and head without experts, and the weights of experts."""
+        layers = self.options.num_layers
+        return layers * self.attention + self.dense * self.mlp + self.head, (layers - self.dense) * self.experts
