@@ -7,7 +7,7 @@
 The letters name an operand's moves over mesh axes: a those of x, b those of w, c those of y. Gather and reduce of one
 letter are each other's dual: all-gather and reduce-scatter, or identity and all-reduce; a letter whose axes split
 nothing moves nothing. All gathers of a product start before the first is waited for, those of wgrad before dgrad runs.
-While dx is being reduced, dw is computed.
+While dx is being reduced, dw is computed; or the other way round where more of dw is reduced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
-from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan, groups_of, note_weight, run
@@ -160,14 +160,21 @@ class _Matmul(torch.autograd.Function):
             x_gathered = _gathered_input(plans, x) if needs_w and not is_deferred else None
             dy = dy_gathered.wait()
             dx = dw = None
-            if needs_x:
-                dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
-            if is_deferred:
-                weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
-            elif x_gathered is not None:
-                dw = weights.reduce(weight, wgrad_product(dy, x_gathered.wait()), plans.w)
+            for wants_wgrad in (True, False) if _reduces_more_of_weight(plans, weight, dy) else (False, True):
+                if needs_x and not wants_wgrad:
+                    dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
+                if is_deferred and wants_wgrad:
+                    weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
+                elif x_gathered is not None and wants_wgrad:
+                    dw = weights.reduce(weight, wgrad_product(dy, x_gathered.wait()), plans.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+
+
+def _reduces_more_of_weight(plans: MatmulPlans, weight: Tensor, dy: Tensor) -> bool:
+    """Return whether dw [o, i] is reduced, and is larger than dx [.., i], so that its reduction runs beside dgrad."""
+    rows, outputs = dy.numel() // dy.shape[-1], dy.shape[-1]
+    return bool(plans.w.backward) and outputs * gradient_dtype(weight).itemsize > rows * dy.itemsize
 
 
 def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
