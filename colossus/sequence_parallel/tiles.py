@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -71,7 +71,9 @@ def attention_tiles(
         documents = key_documents = None
         if window is None:
             yield from _tiles_of_one_document(num_tokens, query_rank, key_rank, causal)
-            return
+        else:
+            yield from _tiles_of_a_window(num_tokens, ring, query_rank, key_rank, window, device)
+        return
     size = TILE if is_read else MASKED_TILE
     pairs = product(_ranges(num_tokens, ring, query_rank, size), _ranges(num_tokens, ring, key_rank, size))
     for (queries, query_start), (keys, key_start) in pairs:
@@ -89,8 +91,7 @@ def attention_tiles(
             if is_read and mask.all():
                 mask = None
         if window is not None and offset + num_queries > window:
-            near = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
-            near = near.tril_(offset).triu_(offset - window + 1)
+            near = _near(num_queries, num_keys, offset, window, device)
             mask = near if mask is None else mask & near
         elif mask is not None and causal and offset == 0:
             mask = mask.tril()
@@ -126,6 +127,40 @@ def _tiles_of_one_document(num_tokens: int, query_rank: int, key_rank: int, caus
         yield AttentionTile(everything, slice(0, half))
     else:
         yield AttentionTile(slice(half, num_tokens), everything)
+
+
+def _tiles_of_a_window(
+    num_tokens: int, ring: int, query_rank: int, key_rank: int, window: int, device: torch.device | None
+) -> Iterator[AttentionTile]:
+    """Yield at most three tiles for some queries and a chunk of keys: before, in and behind what all of them see."""
+    size = min(MASKED_TILE, max(TILE, window))
+    for queries, first in _ranges(num_tokens, ring, query_rank, size):
+        num_queries = queries.stop - queries.start
+        for chunk, start in _ranges(num_tokens, ring, key_rank, num_tokens):
+            seen = max(first - window + 1, start), min(first + num_queries, start + chunk.stop - chunk.start)
+            common = first + num_queries - window, first
+            bounds = [seen[0], *(min(max(bound, seen[0]), seen[1]) for bound in common), seen[1]]
+            if common[0] > common[1]:  # no key is seen by all
+                bounds = list(seen)
+            for low, high in pairwise(bounds):
+                if low >= high:
+                    continue
+                keys = slice(chunk.start + low - start, chunk.start + high - start)
+                is_diagonal = (low, high) == (first, first + num_queries) and num_queries <= window
+                mask = None
+                if not is_diagonal and not common[0] <= low < high <= first + 1:
+                    mask = _near(num_queries, high - low, first - low, window, device)
+                yield AttentionTile(queries, keys, is_diagonal, mask)
+
+
+def _near(num_queries: int, num_keys: int, offset: int, window: int, device: torch.device | None) -> Tensor:
+    """Return [1, 1, queries, keys], True where a key is at most ``window`` - 1 tokens before a query.
+
+    Args:
+        offset: position of the first query minus that of the first key.
+    """
+    near = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
+    return near.tril_(offset).triu_(offset - window + 1)
 
 
 def _ranges(num_tokens: int, ring: int, rank: int, size: int) -> list[tuple[slice, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -334,6 +335,25 @@ def test_steps_of_a_window_are_those_with_work(ring: int, chunk: int, window: in
         if any(tiles.attention_tiles(tokens, ring, rank, (rank - step) % ring, True, window=window))
     }
     assert tiles.needed_steps(tokens, ring, window) == sorted(busy)
+
+
+@given(
+    ring=st.integers(1, 4), chunk=st.integers(1, 6), window=st.integers(1, 50), size=st.integers(1, 5), data=st.data()
+)
+def test_tiles_of_a_window_have_each_of_its_pairs_once(
+    ring: int, chunk: int, window: int, size: int, data: st.DataObject
+) -> None:
+    positions = [zigzag_order(2 * chunk * ring, ring)[rank * 2 * chunk :][: 2 * chunk] for rank in range(ring)]
+    computed = torch.zeros(2 * chunk * ring, 2 * chunk * ring, dtype=torch.int64)
+    with patch.object(tiles, "TILE", size), patch.object(tiles, "MASKED_TILE", data.draw(st.integers(size, 9))):
+        for query_rank, key_rank in product(range(ring), repeat=2):
+            for tile in tiles.attention_tiles(2 * chunk, ring, query_rank, key_rank, True, window=window):
+                rows, columns = positions[query_rank][tile.queries], positions[key_rank][tile.keys]
+                sees = torch.ones(len(rows), len(columns), dtype=torch.int64)
+                sees = sees if tile.mask is None else sees * tile.mask[0, 0]
+                computed[torch.tensor(rows)[:, None], torch.tensor(columns)] += sees.tril() if tile.causal else sees
+    behind = torch.arange(2 * chunk * ring)[:, None] - torch.arange(2 * chunk * ring)
+    assert torch.equal(computed, ((behind >= 0) & (behind < window)).long())
 
 
 def test_a_window_is_sent_to_neighbours_only() -> None:
