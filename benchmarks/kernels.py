@@ -97,7 +97,8 @@ class OneProcessRing:
         """Return what a rank calls to pass its blocks on, which brings the others' blocks and sums their gradients."""
         calls = {"keys and values": 0, "gradients of keys and values": 0}
 
-        def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:
+        def rotate(tensors: list[Tensor], group: AxisGroup, description: str, hop: int) -> Callable[[], list[Tensor]]:
+            assert hop == 1  # without a window every rank needs all blocks
             calls[description] += 1
             if description == "keys and values":
                 # forward and backward both go round once
