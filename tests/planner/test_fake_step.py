@@ -38,7 +38,7 @@ EIGHT: dict[str, Case] = {
 }
 #: toys whose messages weigh: the input of a collective of c10d stays until its end, and is none through shared memory
 PEAKS = {
-    "pipeline": 1.08, "pipeline_zero_1": 1.1, "1d_zero_3": 1.19, "2d": 1.08, "zb_2d": 1.08, "2.5d": 1.09,
+    "pipeline": 1.08, "pipeline_zero_1": 1.1, "1d_zero_3": 1.19, "2d": 1.1, "zb_2d": 1.08, "2.5d": 1.12,
 }  # fmt: skip
 LEAST = {"3d": 0.93}
 
