@@ -185,7 +185,7 @@ class _Search:
             progress(f"layout {len(self._visited)}: {describe_plan(node.candidates[0].config)}")
             if node.score_likely(node.candidates, self._most_seconds) < float("inf") and likely:
                 self._slowdowns.append(node.seconds / likely)
-            if not node.scored and layout.activation_checkpoint.type == "none":
+            if node.too_large and layout.activation_checkpoint.type == "none":  # memory leaves small microbatches
                 self._visit(recomputed(layout, self._every), 1)
 
     def _likely(self, layout: ModelLayout) -> float:
