@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # fewer key/value heads than four ranks; every frequency is scaled otherwise
     "llama": dict(
         type="Llama", num_layers=2, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=64, vocab_size=61,
-        seq_len=LENGTH, window=4, global_every=2, rotary_base=100.0,
+        seq_len=LENGTH, window=4, rotary_base=100.0,
         rotary_scaling=dict(factor=8.0, original_max_position_embeddings=16),
     ),
 }  # fmt: skip

@@ -167,7 +167,7 @@ def rotations(size: int) -> list[Trace]:
         for rank in range(size):
             trace = distributed.trace = Trace(rank)
             links = NotedLinks(group_of(size, rank), [], META)
-            patch.setattr(links_module, "ring_of", lambda group, device, links=links: links)
+            patch.setattr(links_module, "ring_of", lambda group, device, hop, links=links: links)
             group = group_of(size, rank)
             blocks = [torch.ones(5, device=META), torch.ones(4, device=META)]
             gradients = None
