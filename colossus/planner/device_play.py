@@ -140,7 +140,7 @@ class DevicePlayer:
                         communicator = communicators.setdefault(event.communicator, _Communicator(members))
                         place = communicator.call(rank, max(host, stream), self._seconds(event))
                         calls[event.number].append((event, communicator, place))
-                    elif seconds := self._work._work(event):
+                    elif seconds := self._work.work(event):
                         played.busy += seconds
                         stream = max(host, stream) + seconds
             played.seconds = stream - began

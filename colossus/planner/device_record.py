@@ -19,7 +19,7 @@ import colossus
 from colossus.comm import log
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.trace import AttentionCall, Operator, Product
-from colossus.planner.trace_recorder import work_of
+from colossus.planner.trace_recorder import AwaitedEntry, work_of
 
 #: operator of c10d, or of its functional form -> collective, and the position of its input
 _COLLECTIVES = {
@@ -124,27 +124,8 @@ class DeviceRecord:
     def _log(self, operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> log.Entry:
         """Return the entry of a collective, in place of `colossus.comm.log.record`; the entry records the wait."""
         self._numbers += 1
-        self._axes = axes
-        return _WaitingEntry(self, self._numbers, operation, axes)
-
-
-class _WaitingEntry(log.Entry):
-    """The log entry of a collective; setting ``done`` records the wait."""
-
-    __slots__ = ("_number", "_record")
-
-    def __init__(self, record: DeviceRecord, number: int, operation: str, axes: str) -> None:
-        self._record, self._number = record, number
-        super().__init__(operation, axes, number, (), None, ("", 0))
-
-    @property
-    def done(self) -> bool:
-        return False
-
-    @done.setter
-    def done(self, value: bool) -> None:
-        if value:
-            self._record.events.append(Wait(self._number, _site()))
+        number, self._axes = self._numbers, axes
+        return AwaitedEntry(number, operation, axes, lambda: self.events.append(Wait(number, _site())))
 
 
 def _site() -> str:

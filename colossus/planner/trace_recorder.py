@@ -97,11 +97,12 @@ class TraceRecorder:
         if not counted:  # a receive, which the sending rank counts, or a call that nobody counts
             return log.Entry(operation, axes, 0, shape, dtype, ("", 0))
         self._numbers += 1
+        number = self._numbers
         name, axes, _ = counted[0]
         sent, ranks = sum(nbytes for _, _, nbytes in counted), self._context.grid.size(axes.split("x"))
         kind = name.split()[0]
-        self.record(Started(self._numbers, kind, axes, input_bytes_of(kind, ranks, sent)))
-        return _AwaitedEntry(self, self._numbers, operation, axes)
+        self.record(Started(number, kind, axes, input_bytes_of(kind, ranks, sent)))
+        return AwaitedEntry(number, operation, axes, lambda: self.record(Awaited(number)))
 
     def record(self, event: Event) -> None:
         """Add an event to the trace that is being recorded."""
@@ -113,13 +114,13 @@ class TraceRecorder:
             self.record(event)
 
 
-class _AwaitedEntry(log.Entry):
-    """The log entry of a collective; setting ``done`` records the wait."""
+class AwaitedEntry(log.Entry):
+    """The log entry of a collective that calls ``on_wait`` when ``done`` is set: at its wait."""
 
-    __slots__ = ("_number", "_recorder")
+    __slots__ = ("_on_wait",)
 
-    def __init__(self, recorder: TraceRecorder, number: int, operation: str, axes: str) -> None:
-        self._recorder, self._number = recorder, number
+    def __init__(self, number: int, operation: str, axes: str, on_wait: Callable[[], None]) -> None:
+        self._on_wait = on_wait
         super().__init__(operation, axes, number, (), None, ("", 0))
 
     @property
@@ -129,7 +130,7 @@ class _AwaitedEntry(log.Entry):
     @done.setter
     def done(self, value: bool) -> None:
         if value:
-            self._recorder.record(Awaited(self._number))
+            self._on_wait()
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:

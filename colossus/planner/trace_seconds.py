@@ -96,7 +96,7 @@ class TracePlayer:
                     played.add(axes, AxisCost(exposed=exposed))
                     now += exposed + hardware.occupied * max(0.0, seconds - exposed)
             else:
-                seconds = self._times * self._work(event)
+                seconds = self._times * self.work(event)
                 if isinstance(event, Accumulation):
                     played.accumulating += seconds
                 if hardware.overlaps:
@@ -106,7 +106,8 @@ class TracePlayer:
                     now += hardware.operator_seconds + seconds
         return now
 
-    def _work(self, event: Event) -> float:
+    def work(self, event: Event) -> float:
+        """Return the seconds of an operator's own work, for as many samples as were recorded."""
         if event not in self._seconds:
             self._seconds[event] = self._work_of(event)
         return self._seconds[event]
