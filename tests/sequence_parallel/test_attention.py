@@ -296,7 +296,7 @@ def test_gradients_stay_the_same_under_activation_checkpointing(kind: str, keep_
 def _counted(context: ParallelContext, case: Case) -> list[tuple[float, float]]:
     """Elements sent in forward and in backward: of keys, values and so on, and of document numbers."""
     run = Run(case, sequence_groups(context))
-    run.results()
+    run.check(run.results())
     q, k, v = (x.detach().requires_grad_() for x in run.inputs[:3])
 
     def elements(counter: accounting.Counter, dtype: torch.dtype) -> float:
@@ -358,6 +358,7 @@ def test_tiles_of_a_window_have_each_of_its_pairs_once(
 
 def test_a_window_is_sent_to_neighbours_only() -> None:
     case = Case(local=6, window=3)
+    oracle(case, 4 * case.local)
     block = case.batch * case.kv_heads * case.local * case.head_dim
     for (forward, backward), _ in run_ranks(4, _counted, case, plan=plan(4)):
         assert (forward, backward) == (2 * 2 * block, 2 * 4 * block)
