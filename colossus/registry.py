@@ -148,7 +148,7 @@ MODEL_OPTIONS = Registry(
     "model options",
     {
         "GPT": "colossus.models.options:GPTOptions",
-        "Llama": "colossus.models.options:LlamaOptions",
+        "Llama": "colossus.models.llama_options:LlamaOptions",
         "ViT": "colossus.models.vit_options:ViTOptions",
         "WordsLM": "colossus.sparse.words_options:WordsOptions",
     },

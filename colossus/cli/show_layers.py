@@ -15,6 +15,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.parallelize import Conversion, conversion_of
 from colossus.convert.swap import Swap
+from colossus.layers.latent_attention import Down
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layout.parameter import spec_of
@@ -100,6 +101,8 @@ def _why_whole(module: nn.Module, swap: Swap | None) -> str:
         return swap.why
     if any(param is not None and spec_of(param).layout.shard_axes for param in module._parameters.values()):
         return "its bias alone"
+    if isinstance(module, Down):
+        return "it is small, and ranks exchange its outputs alone"
     if isinstance(module, Layer):
         return "its sizes do not divide" if isinstance(module, Linear) else "a parameter for each feature or position"
     if isinstance(module, nn.MultiheadAttention):

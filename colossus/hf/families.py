@@ -74,7 +74,7 @@ class Llama(Family):
         Key("rope_theta", "rotary_base", 10000.0),
     )
     fixed: ClassVar[Mapping[str, Any]] = dict(
-        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, global_every=None
+        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, global_every=None, latent=None
     )  # fmt: skip
     #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)

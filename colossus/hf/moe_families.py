@@ -14,6 +14,7 @@ from colossus.registry import HF_FAMILIES
 _FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
+    "latent": None,
     "global_every": None,
     "experts.shared": None,
     "experts.score": "softmax",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from colossus.layers.embedding import PositionEmbedding as PositionEmbedding
     from colossus.layers.heads import merge_heads as merge_heads
     from colossus.layers.heads import split_heads as split_heads
+    from colossus.layers.latent_attention import LatentAttention as LatentAttention
     from colossus.layers.linear import Linear as Linear
     from colossus.layers.lm_head import Classifier as Classifier
     from colossus.layers.lm_head import LMHead as LMHead
@@ -51,6 +52,7 @@ _MODULES = {
     "dropout": ("Dropout",),
     "embedding": ("Embedding", "PositionEmbedding"),
     "heads": ("merge_heads", "split_heads"),
+    "latent_attention": ("LatentAttention",),
     "linear": ("Linear",),
     "lm_head": ("Classifier", "LMHead"),
     "lora": ("LoRALinear",),

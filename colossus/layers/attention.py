@@ -15,7 +15,7 @@ from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling, default_norm_eps
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
-from colossus.layers.kv_cache import past_tokens
+from colossus.layers.kv_cache import KeyValueCache, past_tokens
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.norm import RMSNorm
@@ -131,33 +131,51 @@ class Attention(Layer):
             outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
         norms = self.q_norm, self.k_norm, None
         query, key, value = (self._heads(output, norm) for output, norm in zip(outputs, norms, strict=True))
-        cache = self.parallel.batch_info.cache
-        positions = self._positions(query, inner)
         if self.rotary is not None:
-            if not isinstance(self.rotary, Rotary) or type(self.rotary).forward is not Rotary.forward:
-                raise located_error(
-                    f"{self.title}: its rotary is a {type(self.rotary).__name__}, which is not called: for other "
-                    f"angles use a subclass of colossus.layers.rotary.Rotary with its own frequencies()"
-                )
-            angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.num_tokens)
+            angles = self._angles(query)
             query, key = rotate(query, *angles), rotate(key, *angles)
-        if documents is not None:
-            documents = self._local_documents(local(documents), inner)
-        if cache is not None:
-            if mask is not None or documents is not None or not self.causal or self.parallel.sequence is not None:
-                raise located_error(
-                    f"{self.title}: with a key/value cache each token attends to all tokens before it, so a mask, "
-                    f"documents, causal=False and parallel.sequence do not work: call the model with whole sequences"
-                )
-            out = cache.attend(self, query, key, value, self.window)
-        elif self.parallel.sequence is not None:
-            out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
-        else:
-            mask = self._local_mask(mask, x.shape[0])
-            out = self._attend(query, key, value, mask, documents, inner)
+        out = self._attention(query, key, value, mask, documents, x.shape[0])
         merged = wrap(out.transpose(-3, -2).flatten(-2), placement_of(outputs[0]))
         y: Tensor = call(self.out, merged, self.parallel)
         return y
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None, batch: int
+    ) -> Tensor:
+        """Return the attention of this rank's heads and tokens, [batch, heads, tokens, head_dim].
+
+        Args:
+            batch: samples of this rank in the whole layout.
+        """
+        inner = self.parallel.regions.inner
+        if documents is not None:
+            documents = self._local_documents(local(documents), inner)
+        if (cache := self._cache(mask, documents)) is not None:
+            return cache.attend(self, query, key, value, self.window)
+        if self.parallel.sequence is not None:
+            return self._attend_over_sequence_ranks(query, key, value, mask, documents)
+        return self._attend(query, key, value, self._local_mask(mask, batch), documents, inner)
+
+    def _cache(self, mask: Tensor | None, documents: Tensor | None) -> KeyValueCache | None:
+        """Return the cache of a model that decodes, or None."""
+        cache = self.parallel.batch_info.cache
+        is_plain = mask is None and documents is None and self.causal and self.parallel.sequence is None
+        if cache is not None and not is_plain:
+            raise located_error(
+                f"{self.title}: with a key/value cache each token attends to all tokens before it, so a mask, "
+                f"documents, causal=False and parallel.sequence do not work: call the model with whole sequences"
+            )
+        return cache
+
+    def _angles(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of this rank's tokens, see `colossus.layers.rotary.Rotary.cos_sin`."""
+        if not isinstance(self.rotary, Rotary) or type(self.rotary).forward is not Rotary.forward:
+            raise located_error(
+                f"{self.title}: its rotary is a {type(self.rotary).__name__}, which is not called: for other angles "
+                f"use a subclass of colossus.layers.rotary.Rotary with its own frequencies()"
+            )
+        cache = self.parallel.batch_info.cache
+        return self.rotary.cos_sin(query, self._positions(query), 0 if cache is None else cache.num_tokens)
 
     def _only_exchanges_product(self) -> bool:
         """Return whether nothing saves queries, keys and values before an exchange of heads (Ulysses)."""
@@ -165,12 +183,13 @@ class Attention(Layer):
         is_plain = type(self.qkv) is Linear and not self.qkv._forward_hooks and self.q_norm is None
         return sequence is not None and sequence.ulysses.size > 1 and is_plain
 
-    def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
+    def _positions(self, query: Tensor) -> Tensor | None:
         """Return the positions of this rank's tokens in the sequence, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
         if sequence is None:
             return None
-        index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
+        tokens = self.parallel.regions.inner.tokens
+        index, num_shards = self.context.index(tokens), self.context.size(tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
@@ -187,9 +206,8 @@ class Attention(Layer):
         value: Tensor,
         mask: Tensor | None,
         documents: Tensor | None,
-        positions: Tensor | None,
     ) -> Tensor:
-        sequence = self.parallel.sequence
+        sequence, positions = self.parallel.sequence, self._positions(query)
         assert sequence is not None
         assert positions is not None
         if mask is not None:

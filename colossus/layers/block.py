@@ -13,6 +13,7 @@ from colossus.layers.attention import Attention
 from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
 from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
+from colossus.layers.latent_attention import LatentAttention
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.moe import MoE
@@ -92,6 +93,7 @@ class TransformerBlock(Layer):
             multiple of 64.
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
         experts: arguments of the `MoE` that replaces the MLP.
+        latent: sizes of the `LatentAttention` that replaces the `Attention`.
         norm_eps: epsilon of all norms; by default 1e-5 for ``layernorm`` and 1e-6 for ``rmsnorm``.
         head_dim, window, qk_norm, rotary, rotary_base, rotary_scaling: see `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
@@ -119,6 +121,7 @@ class TransformerBlock(Layer):
         rotary: bool = False,
         rotary_base: float = 10000.0,
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
+        latent: Mapping[str, Any] | None = None,
         activation_checkpoint: str = "none",
         init: Initializer | None = None,
         out_init: Initializer | None = None,
@@ -127,10 +130,17 @@ class TransformerBlock(Layer):
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
         self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
-        self.attention = Attention(
-            hidden_size, num_heads, num_kv_heads, bias,
-            head_dim=head_dim, causal=causal, window=window, dropout=attention_dropout, qk_norm=qk_norm,
-            norm_eps=norm_eps, rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
+        same: dict[str, Any] = dict(
+            causal=causal, window=window, dropout=attention_dropout, rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling, bias=bias, **inits,
+        )  # fmt: skip
+        self.attention = (
+            LatentAttention(hidden_size, num_heads, **same, **latent)
+            if latent is not None
+            else Attention(
+                hidden_size, num_heads, num_kv_heads,
+                head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, rotary=rotary, **same,
+            )
         )  # fmt: skip
         self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.mlp: nn.Module

@@ -71,6 +71,33 @@ class ExpertsOptions(BaseModel):
         return {"num_experts": self.num, "router": router, **same}
 
 
+class LatentOptions(BaseModel):
+    """Latent attention in place of attention, with the sizes of `colossus.layers.LatentAttention`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    #: features of the latent from which the keys and values of a token are made
+    kv_rank: Annotated[int, Field(ge=1)]
+    #: features between the two products of the queries; default: one product, as in DeepSeek-V2-Lite
+    q_rank: Annotated[int, Field(ge=1)] | None = None
+    #: features of a query and a key without positions
+    nope_dim: Annotated[int, Field(ge=1)] = 128
+    #: features of a query, and of the key that all heads share, with rotary positions
+    rope_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 64
+    #: features of a value
+    value_dim: Annotated[int, Field(ge=1)] = 128
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query and of a key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a cache of generation holds for a token."""
+        return self.kv_rank + self.rope_dim
+
+
 class RotaryScaling(BaseModel):
     """The scaling of rotary frequencies in Llama 3.1 (2407.21783), with the keys of Hugging Face's ``rope_scaling``.
 

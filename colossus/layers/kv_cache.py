@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from colossus.error_place import located_error
 
 #: tokens by which the buffer grows; the copy then is small beside what attention has read for these tokens
 _MORE = 256
+
+Result = TypeVar("Result")
 
 
 def past_tokens(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -50,6 +54,7 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.num_tokens = 0
         self._layers: dict[nn.Module, _LayerCache] = {}
+        self._derived: dict[nn.Module, Any] = {}
 
     def advance(self, tokens: int) -> None:
         """Count the tokens of a finished forward.
@@ -67,6 +72,13 @@ class KeyValueCache:
         """Bytes of the whole cache, including unused room."""
         return sum(stored.keys.nbytes + stored.values.nbytes for stored in self._layers.values())
 
+    def derived(self, layer: nn.Module, make: Callable[[], Result]) -> Result:
+        """Return what a layer makes of its weights, made once: they do not change while a model decodes."""
+        if layer not in self._derived:
+            self._derived[layer] = make()
+        result: Result = self._derived[layer]
+        return result
+
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         """Return causal attention of new tokens to all earlier ones and themselves: [batch, heads, tokens, head_dim].
 
@@ -76,7 +88,16 @@ class KeyValueCache:
             key, value: [batch, key/value heads, tokens, head_dim]; they are stored.
             window: the most tokens that one attends to, itself included.
         """
-        key, value = self._extend(layer, key, value)
+        return self.attend_to_past(query, *self.extend(layer, key, value), window)
+
+    def attend_to_past(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *, scale: float | None = None
+    ) -> Tensor:
+        """Return causal attention of new tokens to the keys and values of all tokens, see `extend` and `attend`.
+
+        Args:
+            scale: of the scores, by default head_dim ** -0.5.
+        """
         batch, heads, tokens, size = query.shape
         kv = key.shape[-3]
         if tokens == 1:
@@ -84,18 +105,22 @@ class KeyValueCache:
                 key, value = key[..., -window:, :], value[..., -window:, :]
             # heads that share keys become tokens of one head, since ``enable_gqa`` would repeat the cache
             grouped = query.reshape(batch, kv, heads // kv, size)
-            return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, heads, 1, size)
+            out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
+            return out.reshape(batch, heads, 1, -1)
         if not self.num_tokens and (window is None or window >= tokens):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv != heads)
-        past = past_tokens(tokens, key.shape[-2], window, query.device)
-        return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=kv != heads)
+            past = None
+        else:
+            past = past_tokens(tokens, key.shape[-2], window, query.device)
+        shares = kv != heads
+        return F.scaled_dot_product_attention(
+            query, key, value, past, is_causal=past is None, scale=scale, enable_gqa=shares
+        )
 
-    def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens up to the new ones, after storing the new ones."""
         stored = self._layers.get(layer)
         if stored is None:
-            empty = key.new_empty((*key.shape[:-2], 0, key.shape[-1]))
-            stored = self._layers[layer] = _LayerCache(empty, empty)
+            stored = self._layers[layer] = _LayerCache(key[..., :0, :], value[..., :0, :])
         if stored.length != self.num_tokens or stored.keys.shape[:2] != key.shape[:2]:
             _refuse(layer)
         stop = self.num_tokens + key.shape[-2]

@@ -14,7 +14,8 @@ from colossus.layers.lm_head import LMHead
 from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions
+from colossus.models.llama_options import LlamaOptions
+from colossus.models.options import DecoderOptions, GPTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
 from colossus.sharded_tensor.regions import to_whole

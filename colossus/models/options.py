@@ -6,10 +6,14 @@ import math
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_options import ExpertsOptions, RotaryScaling, default_ffn_size, default_norm_eps
+from colossus.layers.block_options import (
+    RotaryScaling,
+    default_ffn_size,
+    default_norm_eps,
+)
 from colossus.layout.activation import Activation
 from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.modes import cheaper, length_multiple
@@ -265,44 +269,3 @@ class GPTOptions(DecoderOptions):
     @property
     def is_rotary(self) -> bool:
         return self.positions == "rotary"
-
-
-class LlamaOptions(DecoderOptions):
-    """Options of Llama: ``model = dict(type="Llama", num_layers=32, num_kv_heads=8, rotary_base=500000.0, ...)``."""
-
-    norm: Literal["rmsnorm"] = "rmsnorm"
-    mlp: Literal["swiglu"] = "swiglu"
-    #: epsilon of all norms
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    bias: bool = False
-    tie_embeddings: bool = False
-    #: experts in place of MLPs (Mixtral, Qwen3-MoE): dict(num=8, top_k=2)
-    experts: ExpertsOptions | None = None
-
-    @field_validator("experts")
-    @classmethod
-    def _sized(cls, value: ExpertsOptions | None, info: ValidationInfo) -> ExpertsOptions | None:
-        if value is None or value.ffn_size is not None:
-            return value
-        return value.model_copy(update={"ffn_size": info.data.get("ffn_hidden_size")})
-
-    @property
-    def is_rotary(self) -> bool:
-        return True
-
-    @property
-    def has_mlps(self) -> bool:
-        return self.experts is None or not all(map(self.experts.is_in, range(self.num_layers)))
-
-    def block_options(self, layer: int) -> dict[str, Any]:
-        options = super().block_options(layer)
-        if self.experts is not None and self.experts.is_in(layer):
-            options["experts"] = self.experts.arguments
-        return options
-
-    def check(self, parallel: Any) -> list[str]:
-        problems, ranks = super().check(parallel), parallel.expert.size
-        if self.experts is not None and self.experts.num % ranks:
-            by = f"parallel.expert.size = {ranks}"
-            problems.append(not_a_multiple("model.experts.num", self.experts.num, by, ranks))
-        return problems

@@ -130,7 +130,7 @@ class ClosedForm:
         width = WIDTHS[config.train.precision.compute]
         rows = samples * self.sizes.tokens // config.parallel.sequence.size
         by_axes: dict[tuple[str, ...], float] = defaultdict(float)
-        linears = self.sizes.linears if self.sizes.dense == self.sizes.options.num_layers else self.sizes.linears[:2]
+        linears = self.sizes.linears if self.sizes.dense == self.sizes.options.num_layers else self.sizes.linears[:-2]
         for split, inside, outputs in linears:
             if are_replicated(self.sizes.options.num_kv_heads, shardings):
                 outputs = {name: outputs[name] for name in outputs if name not in ("key", "value")}

@@ -81,8 +81,10 @@ def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:
     heads, keys, wide = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim, o.ffn_hidden_size
     is_gated, experts = o.mlp == "swiglu", o.num_layers - sizes.dense
     is_wide_norm = o.norm == "rmsnorm" and tensor.mode == "1d" and width == 2  # it keeps fp32 copies
+    #: copies that a rotation saves; that of a part of each head, beside latents, is small
+    rotated = o.is_rotary and getattr(o, "latent", None) is None
     outer, attention, mlp = {
-        "none": (10 if is_wide_norm else 4, (2 + o.is_rotary) * (heads + keys), 4 * wide if is_gated else 2 * wide),
+        "none": (10 if is_wide_norm else 4, (2 + rotated) * (heads + keys), 4 * wide if is_gated else 2 * wide),
         "selective": (2, 2 * (heads + keys), 2 * wide if is_gated else wide),
         "full": (1, 0, 0),
     }[checkpointing.type]
@@ -91,7 +93,7 @@ def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:
     if config.schedule.type in _ONE_BY_ONE:
         in_flight = sum(min(count, stages - rank) for rank in range(stages)) / stages
     saved = tokens * width * layer * o.num_layers / stages * in_flight
-    again = (2 + o.is_rotary) * (heads + keys) + (0 if experts else 4 * wide if is_gated else 2 * wide)
+    again = (2 + rotated) * (heads + keys) + (0 if experts else 4 * wide if is_gated else 2 * wide)
     recomputed = tokens * width * again / tensor.size * (checkpointing.type == "full")
     logits = tokens * _LOGIT * sizes.head / o.hidden_size / tensor.size if stages == 1 else 0.0
     return saved, max(recomputed, logits)

@@ -18,7 +18,8 @@ class Sizes:
 
     Attributes:
         options: the model's options.
-        linears: linears of a block with an MLP: "column" or "row", in features, out features by name.
+        linears: linears of a block with an MLP: "column" or "row", in features, out features by name; those of the MLP
+            are the last two. The small product down to the latents of `LatentAttention` is none of them.
         dense: number of layers with an MLP; the others have experts.
         attention: weights of an attention.
         mlp: weights of an MLP.
@@ -41,20 +42,29 @@ class Sizes:
         """Return the sizes of a model by its options, None for a model that this does not know."""
         if not isinstance(options, TransformerOptions) or not getattr(options, "generates", True):
             return None
-        o, experts = options, getattr(options, "experts", None)
-        wide, kv, inner = o.ffn_hidden_size, o.num_kv_heads * o.head_dim, o.num_heads * o.head_dim
+        o, experts, latent = options, getattr(options, "experts", None), getattr(options, "latent", None)
+        wide, hidden = o.ffn_hidden_size, o.hidden_size
+        kv, queries = o.num_kv_heads * o.head_dim, o.num_heads * o.head_dim
+        linears: list[tuple[str, int, Mapping[str, int]]]
+        if latent is None:
+            linears = [("column", hidden, {"query": queries, "key": kv, "value": kv}), ("row", queries, {"": hidden})]
+            down = 0
+        else:
+            values = o.num_heads * latent.value_dim
+            linears = [
+                ("column", latent.q_rank or hidden, {"": queries}),
+                ("column", latent.kv_rank, {"": o.num_heads * latent.nope_dim + values}),
+                ("row", values, {"": hidden}),
+            ]
+            down = hidden * ((latent.q_rank or 0) + latent.cached)
+        attention = down + sum(inside * sum(outputs.values()) for _, inside, outputs in linears)
         up = {"gate": wide, "value": wide} if o.mlp == "swiglu" else {"": wide}
-        linears = (
-            ("column", o.hidden_size, {"query": inner, "key": kv, "value": kv}),
-            ("row", inner, {"": o.hidden_size}),
-            ("column", o.hidden_size, up),
-            ("row", wide, {"": o.hidden_size}),
-        )
-        attention, mlp = (sum(n * sum(outs.values()) for _, n, outs in part) for part in (linears[:2], linears[2:]))
+        mlp = hidden * (sum(up.values()) + wide)
+        linears += [("column", hidden, up), ("row", wide, {"": hidden})]
         table = o.hidden_size * o.vocab_size if isinstance(o, DecoderOptions) else 0
         is_tied = isinstance(o, DecoderOptions) and o.tie_embeddings
         return cls(
-            o, linears,
+            o, tuple(linears),
             dense=sum(experts is None or not experts.is_in(layer) for layer in range(o.num_layers)),
             attention=attention, mlp=mlp,
             experts=0 if experts is None else 3 * experts.num * o.hidden_size * (experts.ffn_size or 0),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.twins import PlainGPT
+from helpers.twins import PlainGPT, PlainLlama
 from torch import Tensor
 
 import colossus
@@ -21,6 +21,10 @@ MODELS: dict[str, dict[str, Any]] = {
         type="Llama", num_layers=2, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=64, vocab_size=61,
         seq_len=LENGTH, window=4, rotary_base=100.0,
         rotary_scaling=dict(factor=8.0, original_max_position_embeddings=16),
+    ),
+    "latent": dict(
+        type="Llama", num_layers=2, hidden_size=24, num_heads=4, ffn_hidden_size=32, vocab_size=59, seq_len=LENGTH,
+        latent=dict(kv_rank=8, q_rank=12, nope_dim=6, rope_dim=4, value_dim=5),
     ),
 }  # fmt: skip
 
@@ -46,11 +50,7 @@ def save(folder: Path, model: dict[str, Any], **train: Any) -> WeightSource:
 def plain(source: WeightSource, model: dict[str, Any]) -> PlainGPT:
     """The oracle with the weights of the checkpoint."""
     options = {key: value for key, value in model.items() if key != "type"}
-    if model["type"] == "Llama":
-        options |= dict(
-            positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False, norm_eps=1e-5
-        )
-    twin = PlainGPT(**options).double()
+    twin = (PlainLlama if model["type"] == "Llama" else PlainGPT)(**options).double()
     twin.load_state_dict(read_state_dict(source.folder))
     return twin.eval()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from helpers.latent_twin import PlainLatentAttention
 from torch import Tensor, nn
 
 from colossus.layers.block_options import RotaryScaling
-from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions
+from colossus.models.llama_options import LlamaOptions
+from colossus.models.options import DecoderOptions, GPTOptions, TransformerOptions
 from colossus.models.vit_options import ViTOptions
 
 
@@ -129,7 +131,13 @@ def plain_norm(o: TransformerOptions) -> nn.Module:
 class PlainBlock(nn.Module):
     def __init__(self, o: TransformerOptions, layer: int = 0) -> None:
         super().__init__()
-        self.attention_norm, self.attention = plain_norm(o), PlainAttention(o, layer)
+        self.attention_norm = plain_norm(o)
+        if isinstance(o, LlamaOptions) and o.latent is not None:
+            self.attention: nn.Module = PlainLatentAttention(
+                o.hidden_size, o.num_heads, o.latent, o.bias, o.rotary_base
+            )
+        else:
+            self.attention = PlainAttention(o, layer)
         has_experts = isinstance(o, LlamaOptions) and o.experts is not None and o.experts.is_in(layer)
         self.mlp_norm, self.mlp = plain_norm(o), PlainMoE(o) if has_experts else PlainMLP(o)  # type: ignore[arg-type]
 

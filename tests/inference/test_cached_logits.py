@@ -124,8 +124,11 @@ def check_memory(answers: list[dict[str, Any]], name: str, plan: str) -> None:
     heads = max(1, kv // (ways or 1))
     stages = 2 if "pipeline" in plan else 1
     room = -(-LENGTH // MORE) * MORE
+    numbers = 2 * heads * (model["hidden_size"] // model["num_heads"])
+    if "latent" in model:  # and one rotary key, whatever the number of heads
+        numbers = model["latent"]["kv_rank"] + model["latent"]["rope_dim"]
     for answer in answers:
-        elements = 2 * (model["num_layers"] // stages) * 2 * heads * room * (model["hidden_size"] // model["num_heads"])
+        elements = (model["num_layers"] // stages) * 2 * room * numbers
         assert answer["held"] == elements * size, f"{name}, {plan}"
 
 

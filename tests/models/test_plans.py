@@ -39,6 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, every=2)},
     "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
     "llama windows": {**LLAMA, "window": 3, "global_every": 2},
+    "llama latent": {
+        **LLAMA,
+        "num_kv_heads": None,
+        "head_dim": None,
+        "rotary_scaling": None,
+        "latent": dict(kv_rank=12, q_rank=18, nope_dim=4, rope_dim=6, value_dim=5),
+    },
     "vit": VIT,
     "vit mean": dict(
         VIT, pool="mean", label_smoothing=0.1, mlp="swiglu", ffn_hidden_size=36, norm="rmsnorm", bias=False
@@ -110,7 +117,7 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
     "4 ranks": (
         ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-v"), ("llama tied", "data 2 x 1d sharded 2"),
-        ("llama qk_norm", "2d"), ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
+        ("llama qk_norm", "2d"), ("llama latent", "zb-h1"), ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
     ),
 }  # fmt: skip
 
@@ -124,6 +131,13 @@ def test_both_follow_one_process(group: str) -> None:
 def test_a_llama_follows_it_under_sequence_parallelism() -> None:
     plan = 4, dict(sequence=dict(size=2, mode="ring"), tensor=2), {}
     compare({("llama", "ring x 1d"): plan}, "fp64", STEPS, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("mode", ["ring", *long("ulysses")])
+def test_latents_follow_it_under_sequence_parallelism(mode: str) -> None:
+    tensor = dict(size=2, sequence_sharded=mode == "ulysses")
+    plan = 4, dict(sequence=dict(size=2, mode=mode), tensor=tensor), {}
+    compare({("llama latent", f"{mode} x 1d"): plan}, "fp64", STEPS)
 
 
 @pytest.mark.parametrize("precision", long("fp64", "fp32"))
