@@ -136,11 +136,8 @@ def test_a_new_hook_says_where_it_begins(ran: Any) -> None:
     )
 
 
-def test_commands_take_an_average(
-    ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_commands_take_an_average(ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the place of the weights, wherever weights are read."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     root, numbers, average, _ = ran
     first = root / "first"
     found = read_state_dict(first, average="ema")

@@ -24,7 +24,8 @@ _MADV_COLLAPSE = 25
 
 def prepare() -> None:
     """Before tests are collected."""
-    # workers are forked: the parent must never have run a multi-threaded operation
+    # workers are forked: the parent must never have run a multi-threaded operation, nor what runs in it as a command
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     # a collection in a forked process would touch, and so copy, all that it has from its parent
     os.register_at_fork(after_in_child=gc.freeze)

@@ -38,11 +38,6 @@ PLANS: dict[str, tuple[int, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests fork
-
-
 def train(rank: int, config: dict[str, Any], options: dict[str, Any]) -> float | None:
     engine = colossus.initialize(config, **options)
     loss = fit(engine).validation_loss
