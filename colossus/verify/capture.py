@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from colossus.nest import tensors
 from colossus.schedule.executor import StepObserver
 from colossus.sharded_tensor.regions import local, to_whole
 from colossus.state.parameters import buffers_of, parameter_boxes
+from colossus.verify.fingerprints import row_fingerprints, sample_keys
 
 #: the name of the output of the full model
 MODEL = "the model"
@@ -168,29 +168,6 @@ def _visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if inside is None or not name.startswith(inside):
             yield name, module
             inside = (f"{name}." if name else "") if isinstance(module, Layer) else None
-
-
-def row_fingerprints(x: Tensor) -> Tensor:
-    """Return the norm of each row of dim 0 and its projection on a fixed pattern, [rows, 2] float64.
-
-    A change of any element changes the projection by as much as it changes the norm of the row. Only directions that
-    are orthogonal to the pattern escape, which no mistake hits by chance.
-    """
-    x = torch.view_as_real(x) if x.is_complex() else x
-    flat = x.double().reshape(len(x), -1) if x.numel() else x.new_zeros((len(x), 1), dtype=torch.float64)
-    number = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64, device=x.device)
-    return torch.stack((torch.linalg.vector_norm(flat, dim=1), flat @ torch.cos(1.7 * number)), dim=1).cpu()
-
-
-def sample_keys(batch: Any) -> list[str]:
-    """Return a hash for each sample of a batch. Samples with equal keys have equal bits, in any batch and row."""
-    leaves = [leaf for _, leaf in tensors(batch) if leaf.dim()]
-    leaves = [leaf.detach().cpu().contiguous() for leaf in leaves if len(leaf) == len(leaves[0])]
-    samples = zip(*leaves, strict=True)
-    return [
-        hashlib.blake2b(b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in sample)).hexdigest()
-        for sample in samples
-    ]
 
 
 # -- dropout ----------------------------------------------------------------------------------------------

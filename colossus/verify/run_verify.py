@@ -20,9 +20,13 @@ from colossus.launch.checks import check_devices, check_model
 from colossus.verify import verify_report
 
 AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
+#: the largest relative difference in float64 that agrees
+TOLERANCE = 1e-9
 
 
-def run(config_path: str, overrides: list[str], *, nproc: int | None = None, steps: int, tolerance: float) -> int:
+def run(
+    config_path: str, overrides: list[str], *, nproc: int | None = None, steps: int = 3, tolerance: float | None = None
+) -> int:
     """Train the config's model for a few steps in one process and under its plan, and compare.
 
     The comparison covers the model's parameters, their gradients at every step and the outputs of its modules. The
@@ -32,11 +36,12 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
     Args:
         nproc: processes of the plan; by default the product of its sizes.
         steps: optimizer steps of both runs.
-        tolerance: largest relative difference that still agrees.
+        tolerance: largest relative difference that still agrees; by default `TOLERANCE`.
 
     Returns:
         0 agree, 3 differ, 1 failed at run time, 2 config or usage; 130, 143 and 129 after a stop signal.
     """
+    tolerance = TOLERANCE if tolerance is None else tolerance
     try:
         if command.worker_variables(os.environ) is not None:
             raise ConfigError("verify starts its own processes: run it by itself, without torchrun or srun")

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.hf_folders import GPT2, make_folder
 from helpers.quick_measure import shorten
 from helpers.tokenizer import VOCABULARY, make_tokenizer
@@ -23,6 +24,7 @@ from helpers.verified import launch_forked
 import colossus
 from colossus.cli.main import COMMANDS, main
 from colossus.doctor import network
+from colossus.verify import record
 from colossus.verify import run_verify as verify
 
 ROOT = Path(colossus.__file__).parent.parent
@@ -110,6 +112,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = dict(step=1, loss=5.5, grad_norm=1.0, memory_bytes=1e9, tokens=64, step_seconds=0.1)
         (here / "runs" / run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     sys.path[:] = path
+    layer = torch.nn.Linear(2, 2)
+    for name in ("fsdp", "one"):
+        layer.zero_grad()
+        with record(here / f"{name}.verify", layer, steps=1) as recording:
+            layer(torch.ones(1, 2)).sum().backward()
+            recording.gradients()
     make_tokenizer(make_folder(here / "models" / "gpt2", GPT2 | dict(vocab_size=VOCABULARY)))
     return here
 
@@ -124,6 +132,7 @@ def test_a_command_of_the_pages_runs(
     shorten(monkeypatch)
     monkeypatch.setattr(verify, "_launch", launch_forked)
     words = shlex.split(line)[1:]
-    code = main([*words, *SHORTER.get(words[0], [])])
+    shorter = [] if words[1:2] and Path(words[1]).suffix == ".verify" else SHORTER.get(words[0], [])
+    code = main([*words, *shorter])
     out, err = capfd.readouterr()
     assert code == (2 if any(word in line for word in REFUSED) else 0), out + err
