@@ -158,6 +158,8 @@ MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.hf_source:resol
 HF_FAMILIES = Registry(
     "model type of Hugging Face",
     {
+        "deepseek_v2": "colossus.hf.latent_families:DeepseekV2",
+        "deepseek_v3": "colossus.hf.latent_families:DeepseekV3",
         "gpt2": "colossus.hf.families:GPT2",
         "llama": "colossus.hf.families:Llama",
         "mistral": "colossus.hf.families:Mistral",

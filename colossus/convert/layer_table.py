@@ -70,7 +70,7 @@ class Row:
 
 
 _BIAS = {"bias": "bias"}
-_ROUTER = ("score", "norm_topk", "bias_update", "aux_loss", "z_loss")
+_ROUTER = ("score", "norm_topk", "scale", "groups", "top_groups", "bias_update", "aux_loss", "z_loss")
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
 _BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight", "bias": "bias"}
 _OMITTED = () if batch_norm_has_bias else ("bias",)

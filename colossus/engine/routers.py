@@ -66,7 +66,7 @@ class Routers:
         widths = [num_experts + len(SUMS) for num_experts in self.sizes.values()]
         for (name, num_experts), totals in zip(self.sizes.items(), sums.split(widths), strict=True):
             router = self._own.get(name)
-            if router is not None and router.bias is not None:
+            if router is not None and router.bias is not None and router.bias_update:
                 counts = totals[:num_experts]
                 step = router.bias_update * (counts.mean() - counts).sign()
                 router.bias += step if skipped is None else step * ~skipped

@@ -18,7 +18,11 @@ _FIXED: Mapping[str, Any] = {
     "global_every": None,
     "experts.shared": None,
     "experts.score": "softmax",
-    "experts.bias_update": 0.0,
+    "experts.scale": 1.0,
+    "experts.groups": None,
+    "experts.top_groups": None,
+    "experts.first_dense": 0,
+    "experts.bias_update": None,
     "experts.capacity": None,
 }
 

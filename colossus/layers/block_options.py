@@ -42,14 +42,23 @@ class ExpertsOptions(BaseModel):
     score: Literal["softmax", "sigmoid"] = "softmax"
     #: the weights of a token's experts add up to 1
     norm_topk: bool = True
+    #: factor of these weights (2.5 in DeepSeek-V3)
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    #: equal groups of experts with consecutive numbers; default none
+    groups: Annotated[int, Field(ge=1)] | None = None
+    #: groups that a token's experts come from; default all
+    top_groups: Annotated[int, Field(ge=1)] | None = None
     #: every so many layers one has experts, the last of them; the others have an MLP
     every: Annotated[int, Field(ge=1)] = 1
+    #: the first layers, which have an MLP
+    first_dense: Annotated[int, Field(ge=0)] = 0
     #: coefficient of the load-balancing loss of Switch (2101.03961)
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
     #: coefficient of the router's z-loss (2202.08906)
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    #: update in a step of the bias that balances the experts' tokens (2408.15664); 0: no bias
-    bias_update: Annotated[float, Field(ge=0)] = 0.0
+    #: update in a step of the bias that balances the experts' tokens (2408.15664), 0 for a bias that stays; default no
+    #: bias
+    bias_update: Annotated[float, Field(ge=0)] | None = None
     #: the most tokens of an expert, as a multiple of the mean in a microbatch; default all
     capacity: Annotated[float, Field(gt=0)] | None = None
 
@@ -57,18 +66,34 @@ class ExpertsOptions(BaseModel):
     def _has_as_many(self) -> ExpertsOptions:
         if self.top_k > self.num:
             raise ValueError(f"top_k = {self.top_k} experts of a token, but num = {self.num} of a layer")
+        if problem := group_problem(self.num, self.top_k, self.groups, self.top_groups, self.score):
+            raise ValueError(problem)
         return self
 
     def is_in(self, layer: int) -> bool:
         """Return whether a layer, from 0, has experts."""
-        return (layer + 1) % self.every == 0
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `colossus.layers.MoE`."""
-        router = self.model_dump(include={"score", "norm_topk", "bias_update"})
+        router = self.model_dump(include={"score", "norm_topk", "scale", "groups", "top_groups", "bias_update"})
         same = self.model_dump(include={"top_k", "ffn_size", "shared", "aux_loss", "z_loss", "capacity"})
         return {"num_experts": self.num, "router": router, **same}
+
+
+def group_problem(num: int, top_k: int, groups: int | None, top_groups: int | None, score: str) -> str | None:
+    """Return the reason why ``top_k`` experts of a token cannot come from ``top_groups`` of ``groups``, or None."""
+    if groups is None:
+        return None if top_groups is None else f"top_groups = {top_groups} without groups"
+    if num % groups:
+        return f"groups = {groups} does not divide the {num} experts"
+    size, most = num // groups, top_groups or groups
+    if score == "sigmoid" and size < 2:
+        return f"groups = {groups} of {num} experts: a group is chosen by its two best experts, so it needs two"
+    if most > groups or top_k > most * size:
+        return f"top_groups = {most} of {groups} groups with {size} experts each: they lack experts for top_k = {top_k}"
+    return None
 
 
 class LatentOptions(BaseModel):

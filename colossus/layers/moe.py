@@ -38,7 +38,7 @@ class MoE(Layer):
         ffn_size: features inside an expert. If it divides, the tensor ranks with the same samples split it, else each
             of them computes all.
         shared: features inside an expert that all tokens go through with weight 1; None: no such expert.
-        router: ``score``, ``norm_topk`` and ``bias_update`` of `Router`.
+        router: ``score``, ``norm_topk``, ``scale``, ``groups``, ``top_groups`` and ``bias_update`` of `Router`.
         aux_loss, z_loss: coefficients, see `Router`.
         capacity: an expert takes at most ``capacity * tokens * top_k / num_experts`` of a rank's tokens in a
             microbatch, the first ones; the other tokens lose its share. So the dropped tokens depend on the plan.

@@ -13,6 +13,7 @@ from colossus.comm import collectives
 from colossus.comm.kept_results import kept
 from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
+from colossus.layers.block_options import group_problem
 from colossus.layers.layer import Layer
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -37,8 +38,11 @@ class Router(Layer):
     Args:
         score: ``softmax`` over the experts, or ``sigmoid`` of each.
         norm_topk: the weights of a token's experts are divided by their sum.
-        bias_update: above 0, a buffer ``bias`` [experts] is added to the scores, only for the choice. The end of a step
-            moves it by so much, up for experts with fewer tokens than the mean (2408.15664).
+        scale: factor of these weights.
+        groups, top_groups: experts form so many groups; a token's experts come from the best ``top_groups``, in the
+            order of a group's best score, for ``sigmoid`` of the sum of its two best (2405.04434; 2412.19437).
+        bias_update: a buffer ``bias`` [experts] is added to the scores, only for the choice. The end of a step moves it
+            by so much, up for experts with fewer tokens than the mean (2408.15664). None: no bias.
         aux_loss: coefficient of the load-balancing loss of Switch (2101.03961, section 2.2): experts x sum over them of
             (share of the choices) x (mean score), 1 when balanced. Both are of a microbatch, over all ranks that split
             it.
@@ -60,7 +64,10 @@ class Router(Layer):
         *,
         score: str = "softmax",
         norm_topk: bool = True,
-        bias_update: float = 0.0,
+        scale: float = 1.0,
+        groups: int | None = None,
+        top_groups: int | None = None,
+        bias_update: float | None = None,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
         capacity: float | None = None,
@@ -72,22 +79,29 @@ class Router(Layer):
             raise located_error(f"Router: score = {score!r}; use {' or '.join(SCORES)}")
         if not 1 <= top_k <= num_experts:
             raise located_error(f"Router: top_k = {top_k} is not in 1..{num_experts}, the number of experts")
+        if problem := group_problem(num_experts, top_k, groups, top_groups, score):
+            raise located_error(f"Router: {problem}")
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
-        self.score, self.norm_topk = score, norm_topk
+        self.score, self.norm_topk, self.scale = score, norm_topk, scale
+        self.groups, self.top_groups = groups, top_groups
         self.bias_update, self.aux_loss, self.z_loss, self.capacity = bias_update, aux_loss, z_loss, capacity
         shape = (num_experts, hidden_size)
         self.weight = self.make_parameter({"": shape}, Layout.whole(2), init or torch_linear(hidden_size), dtype=dtype)
         self.decide_gradients(self.weight, self.parallel.regions.whole)
-        self.register_buffer("bias", torch.zeros(num_experts) if bias_update else None)
+        self.register_buffer("bias", torch.zeros(num_experts) if bias_update is not None else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = _wide_product(x, self.weight)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         biased = scores.detach() if self.bias is None else scores.detach() + self.bias
+        if self.groups is not None and self.top_groups is not None:
+            biased = self._within_groups(biased, self.groups, self.top_groups)
         experts = biased.topk(self.top_k, -1).indices
         weights = scores.gather(-1, experts)
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.scale != 1.0:
+            weights = weights * self.scale
         choices = experts if self.capacity is None else self._within_capacity(experts)
         if self.training:
             counts = count_choices(experts, self.num_experts)
@@ -98,6 +112,13 @@ class Router(Layer):
             if torch._C._current_graph_task_id() == -1:
                 self._count(counts, choices, probabilities.detach(), losses.detach())
         return weights, choices
+
+    def _within_groups(self, scores: Tensor, groups: int, top_groups: int) -> Tensor:
+        """Return the scores [tokens, experts] with -inf for experts outside of a token's best groups."""
+        by_group = scores.unflatten(-1, (groups, -1))
+        best = by_group.topk(2, -1).values.sum(-1) if self.score == "sigmoid" else by_group.amax(-1)
+        is_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(top_groups, -1).indices, False)
+        return by_group.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Return the auxiliary losses of this rank's tokens, summed over them: that of balance, and that of logits."""

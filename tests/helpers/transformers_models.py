@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import transformers
 from helpers.training import batch_of
 from helpers.twins import llama3_rates
 from torch import Tensor, nn
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 from colossus.hf.hf_folder import read_folder
 from colossus.layers.block_options import RotaryScaling
@@ -37,6 +39,11 @@ _LLAMA: dict[str, Any] = dict(
 _VIT: dict[str, Any] = dict(
     hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=28, image_size=[8, 12], patch_size=4,
     num_labels=5, layer_norm_eps=1e-3,
+)  # fmt: skip
+_LATENT: dict[str, Any] = dict(
+    **_LLAMA, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+    n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=10, routed_scaling_factor=2.5, n_group=3,
+    topk_group=2, first_k_dense_replace=1, experts_implementation="eager",
 )  # fmt: skip
 CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     "gpt2": transformers.GPT2Config(**_GPT2),
@@ -69,6 +76,10 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         decoder_sparse_step=2,
         experts_implementation="eager",
     ),
+    "deepseek v2": transformers.DeepseekV2Config(
+        **_LATENT, q_lora_rank=None, n_shared_experts=2, topk_method="group_limited_greedy"
+    ),
+    "deepseek v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=20),
     "vit": transformers.ViTConfig(**_VIT),
 }
 
@@ -84,6 +95,10 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
             parameter.copy_(drawn + 1 if "norm" in name or ".ln_" in name else drawn)
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):  # in float32 whatever the dtype of the model
+                bias = module.e_score_correction_bias
+                module.e_score_correction_bias = torch.randn(bias.shape, generator=generator) * 0.2
     return model
 
 
@@ -97,7 +112,21 @@ def in_float64(model: Any) -> Any:
                 module.forward = partial(_rms_norm, module)
             elif type(module).__name__.endswith("TopKRouter"):
                 module.forward = partial(_route, module)
+            elif type(module).__name__.endswith("TopkRouter"):  # of DeepSeek: its own code, with another torch.float32
+                code = type(module).forward
+                module.forward = partial(FunctionType(code.__code__, {**code.__globals__, "torch": _TORCH64}), module)
+        modeling_deepseek_v2.apply_rotary_emb = _turn
     return model
+
+
+_TORCH64 = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+
+
+def _turn(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate features 2i and 2i + 1, as DeepSeek-V2 does in float32."""
+    pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (query, key))
+    query, key = (torch.view_as_real(x * angles.unsqueeze(1)).flatten(3) for x in pairs)
+    return query, key
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
@@ -120,8 +149,12 @@ class _Rotary64(nn.Module):
         base, kind = rope.pop("rope_theta"), rope["rope_type"]
         rates = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind == "llama3" else rates
+        self.is_complex = config.model_type == "deepseek_v2"
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self.is_complex:
+            angles = position_ids[..., None].double() * self.rates
+            return torch.polar(torch.ones_like(angles), angles)
         angles = position_ids[..., None].double() * torch.cat((self.rates, self.rates))
         return angles.cos(), angles.sin()
 
@@ -172,6 +205,8 @@ def by_our_names(theirs: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
         theirs = {name.replace(new, old) if name.startswith("vit.") else name: each for name, each in theirs.items()}
     theirs = _of_single_experts(theirs, is_mixtral=folder.name == "mixtral")
     for tensor, _ in read_folder(folder).placed:
+        if tensor.name.endswith("e_score_correction_bias") and tensor.name not in theirs:
+            continue  # a buffer has no gradient
         value = theirs[tensor.name].reshape(tensor.rows)
         value = value.T if tensor.transposed else value
         for part, first in tensor.located():

@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen": dict(router=dict(norm_topk=False)),
     "sigmoid, shared": dict(router=dict(score="sigmoid", bias_update=0.1), shared=12),
+    "two of three groups": dict(
+        router=dict(score="sigmoid", bias_update=0.0, groups=3, top_groups=2, scale=2.5), shared=12
+    ),
+    "one of two groups": dict(router=dict(groups=2, top_groups=1, norm_topk=False)),
     "losses": dict(aux_loss=0.3, z_loss=0.02),
     "sigmoid, losses": dict(router=dict(score="sigmoid"), aux_loss=0.3, z_loss=0.02),
     "uneven ffn": dict(ffn_size=35),
@@ -52,6 +56,15 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return down @ (F.silu(gate @ x) * (up @ x))
 
 
+def allowed(scores: list[float], score: str, groups: int = 1, top_groups: int = 1, **_: Any) -> list[int]:
+    """Return the experts of a token's best groups."""
+    size = EXPERTS // groups
+    members = [range(first, first + size) for first in range(0, EXPERTS, size)]
+    best = [sum(sorted(scores[e] for e in group)[-2 if score == "sigmoid" else -1 :]) for group in members]
+    chosen = sorted(range(groups), key=best.__getitem__)[-top_groups:]
+    return [expert for group in chosen for expert in members[group]]
+
+
 def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """Output [tokens, hidden] and the sum of the auxiliary losses, for x [tokens, hidden], token by token."""
     router = {"score": "softmax", "norm_topk": True, **options.get("router", {})}
@@ -59,9 +72,10 @@ def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[T
     logits = x @ state["router.weight"].t()
     scores = logits.softmax(-1) if router["score"] == "softmax" else logits.sigmoid()
     biased = (scores + state.get("router.bias", torch.zeros(EXPERTS))).tolist()
-    chosen = [sorted(range(EXPERTS), key=row.__getitem__, reverse=True)[:TOP_K] for row in biased]
+    chosen = [sorted(allowed(row, **router), key=row.__getitem__, reverse=True)[:TOP_K] for row in biased]
     for token, row, experts in zip(x, scores, chosen, strict=True):
         weights = row[experts] / row[experts].sum() if router["norm_topk"] else row[experts]
+        weights = weights * router.get("scale", 1.0)
         y = sum(
             weight * swiglu(token, *(state[f"experts.{name}"][expert] for name in ("gate", "up", "down")))
             for weight, expert in zip(weights, experts, strict=True)
