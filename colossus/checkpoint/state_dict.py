@@ -45,10 +45,15 @@ def full_state_dict(
         `stream_state_dict` for others.
     """
     own = _own(model, gradients=gradients)
+    tensors = _over_stages(own, context)
+    wholes = {first: _whole_of_stage(own.get(first), tensor, context) for first, tensor in tensors.items()}
+    group = context.group("pipeline")
+    for stage in range(group.size):
+        of_stage = [whole for first, whole in wholes.items() if tensors[first].stage == stage]
+        collectives.broadcast_all(of_stage, group, stage)
     placed: dict[str, tuple[Position, Tensor]] = {}
-    for first, tensor in _over_stages(own, context).items():
-        whole = _whole(own.get(first), tensor, context)
-        names = tensor.names if aliases and not gradients else {first: tensor.names[first]}
+    for first, whole in wholes.items():
+        names = tensors[first].names if aliases and not gradients else {first: tensors[first].names[first]}
         placed.update({name: (at, whole) for name, at in names.items()})
     return {name: whole for name, (_, whole) in sorted(placed.items(), key=lambda item: item[1][0])}
 
@@ -76,7 +81,8 @@ def stream_state_dict(
     own = _own(model, gradients=False)
     tensors = _over_stages(own, context)
     for first in tensors if order is None else order:
-        whole = _whole(own.get(first), tensors[first], context)
+        whole = _whole_of_stage(own.get(first), tensors[first], context)
+        collectives.broadcast(whole, context.group("pipeline"), tensors[first].stage)
         if context.is_logging_rank:
             for name in tensors[first].names if order is None else (first,):
                 yield name, whole
@@ -170,16 +176,13 @@ def _over_stages(own: Mapping[str, _Shard], context: ParallelContext) -> dict[st
     return dict(sorted(tensors.items(), key=lambda item: item[1].names[item[0]]))
 
 
-def _whole(own: _Shard | None, tensor: WholeTensor, context: ParallelContext) -> Tensor:
-    """Return a whole tensor on all ranks, gathered on the first stage that has it. Collective."""
-    group = context.group("pipeline")
-    if own is None or group.index != tensor.stage:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=context.device)
-    elif isinstance(logical := own[0].value, Tensor):
-        whole = own[1].detach().clone()
-    else:
-        whole = gather(own[1], logical.layout, tensor.shape, context, logical.intervals)
-    return collectives.broadcast(whole.contiguous(), group, tensor.stage)
+def _whole_of_stage(own: _Shard | None, tensor: WholeTensor, context: ParallelContext) -> Tensor:
+    """Return a whole tensor on the first stage that has it, and memory for it on the others. Collective in a stage."""
+    if own is None or context.index("pipeline") != tensor.stage:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=context.device)
+    if isinstance(logical := own[0].value, Tensor):
+        return own[1].detach().clone(memory_format=torch.contiguous_format)
+    return gather(own[1], logical.layout, tensor.shape, context, logical.intervals)
 
 
 # -- from a folder ----------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def replace_tensors(
             setattr(module, leaf, value)  # setattr, since a recurrent module of torch also has a list of its parameters
     for path, module in modules:
         for leaf, nest in [*vars(module).items()] if "_colossus_on_meta" not in vars(module) else ():
-            if isinstance(nest, list | dict | tuple) and leaf not in ("_parameters", "_buffers", "_modules"):
+            if isinstance(nest, list | dict | tuple) and nest and leaf not in ("_parameters", "_buffers", "_modules"):
                 vars(module)[leaf] = _replaced_inside(nest, path, leaf, value_for, set())
 
 
