@@ -22,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption("--budget", type=float, default=600.0, metavar="SECONDS", help="skip what has not begun by then")
     group.addoption("--report", metavar="FOLDER", help="write gpu.jsonl there (default: $OUT, or a new folder)")
+    group = parser.getgroup("workers")
+    group.addoption("--workers", type=int, default=1, help="run tests in so many processes, each file in one of them")
 
 
 def runs_tests(config: pytest.Config) -> bool:
@@ -70,6 +72,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from helpers import forked_from
 
         forked_from.collected()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    number = session.config.getoption("workers")
+    if number == 1 or session.config.option.collectonly or session.testsfailed:
+        return None
+    from helpers import workers
+
+    return workers.run(session, number)
 
 
 @pytest.fixture(scope="session")

@@ -42,10 +42,10 @@ def collected() -> None:
     """What was imported lives as long as this process: no collection need look at it again."""
     gc.freeze()
     gc.enable()
-    _make_pages_huge()
+    make_pages_huge()
 
 
-def _make_pages_huge() -> None:
+def make_pages_huge() -> None:
     """Put what this process has written so far into pages of 2 MB, where the kernel can: a fork copies an entry of each
     page, and the forked process goes through them all when it ends. That is half of what a rank costs that does little.
     """
