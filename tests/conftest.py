@@ -29,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def runs_tests(config: pytest.Config) -> bool:
     """Return whether this process forks ranks of the CPU.
 
-    With ``-n`` the first process only hands tests out and would import for seconds in vain. Of ``--device`` no process
-    does: a backward in the process that forks would start torch's threads of CUDA.
+    With ``-n`` (pytest-xdist) the first process only hands tests out and would import for seconds in vain. Of
+    ``--device`` no process does: a backward in the process that forks would start torch's threads of CUDA.
     """
     return config.getoption("dist", "no") == "no" and config.getoption("device") is None
 

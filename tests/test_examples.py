@@ -130,7 +130,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
         close(found[name], value, f"{what} of {name}")
 
 
-@pytest.mark.rest("vit-2d", "mlp-2.5d")
+@pytest.mark.rest("vit-2d", "mlp-2.5d", "vit-3d", "mlp-1d_sharded")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -349,7 +349,7 @@ def test_fine_tuning_saves_the_same_adapters_under_a_plan(tmp_path: Path) -> Non
     saved = []
     for world, plan in ((1, []), (2, ["parallel.tensor=2"])):
         path = tmp_path / f"{world}.pt"
-        words = [*plan, "train.steps=8", f"save={path}", f"checkpoint.dir={tmp_path / 'trunk'}"]
+        words = [*plan, "train.steps=4", f"save={path}", f"checkpoint.dir={tmp_path / 'trunk'}"]
         run_ranks(world, run_main, "finetune", words, with_context=False)
         saved.append(torch.load(path))
     alone, planned = saved

@@ -111,12 +111,13 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
 
 
 @cache
-def imports_of(file: Path, package: Path) -> tuple[str, list[tuple[int, str]]]:
-    """The name of a module of the package in this folder, and what it imports."""
+def imports_of(file: Path, package: Path) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
+    """The name of a module of the package in this folder, what it imports, and what of that inside of functions."""
     parts = file.relative_to(package.parent).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)
-    return module, list(imported_modules(ast.parse(file.read_text()), module, is_package))
+    tree = ast.parse(file.read_text())
+    return module, list(imported_modules(tree, module, is_package)), list(late_imports(tree))
 
 
 def wrong_arrow(source: str, target: str) -> str | None:
@@ -153,7 +154,7 @@ def late_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def violations(package: Path) -> list[str]:
     found = []
     for file in sorted(package.rglob("*.py")):
-        module, imported = imports_of(file, package)
+        module, imported, _ = imports_of(file, package)
         for line, target in imported:
             if target.split(".")[0] != "colossus":
                 continue
@@ -169,7 +170,7 @@ def test_no_arrow_runs_back() -> None:
 
 def test_no_circle_among_files() -> None:
     """Not even one of names that a type checker alone imports, but for the faces of packages."""
-    files = dict(imports_of(file, PACKAGE) for file in PACKAGE.rglob("*.py"))
+    files = dict(imports_of(file, PACKAGE)[:2] for file in PACKAGE.rglob("*.py"))
     imported = {
         module: {name for _, name in names} & files.keys() - {module, "colossus"} for module, names in files.items()
     }
@@ -207,7 +208,7 @@ def test_only_heavy_things_are_imported_late() -> None:
         room = file.relative_to(PACKAGE).parts[0]
         if room in ("cli", "launch", "verify", "compare", "inference", "doctor", "__main__.py"):
             continue
-        late = [(line, name) for line, name in late_imports(ast.parse(file.read_text()))]
+        _, _, late = imports_of(file, PACKAGE)
         found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] in ("colossus", "")]
         if room in LEVELS:  # torch may be late in config, cli and launch only
             found += [

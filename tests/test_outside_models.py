@@ -76,7 +76,7 @@ def require(names: Sequence[str], plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", SOME)
-@pytest.mark.rest("2d 4", "data 2", "pipeline 2 1f1b")
+@pytest.mark.rest("2d 4", "data 2", "pipeline 2 1f1b", "data 2 zero 3")
 def test_some_models(plan: str) -> None:
     require(SOME[plan], plan)
 

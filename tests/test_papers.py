@@ -43,6 +43,7 @@ QUICK = (
 COMPARED = [case for case in CASES if case.speed or case.mfu if not case.differs]
 
 
+@pytest.mark.rest("Llama 3 70B on 64 A100", "Llama 3 70B on 256 H100", "Llama 3 405B on 16,384 H100")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.long] * (case.name not in QUICK), id=case.name) for case in COMPARED],

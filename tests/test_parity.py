@@ -36,7 +36,7 @@ LONG = ("2.5d", "3d", "data2_pipeline2_1d", "data2_1d", "data2_2d")
 
 @pytest.mark.parametrize("row", ARRAY, ids=" ".join)
 def test_each_pair_of_features_follows_the_one_process_run(row: Row, training_ranks: TrainingRanks) -> None:
-    reference = training_ranks.run(1, features.reference_of_row(row), features.STEPS)[0]
+    reference = training_ranks.reference(features.reference_of_row(row), features.STEPS)
     traces = training_ranks.run(features.ranks_of_row(row), features.config_of_row(row), features.STEPS)
     assert_parity(traces, reference, row[list(FACTORS).index("precision")])
 
@@ -53,7 +53,7 @@ def test_every_product_of_plans_follows_it(tensor: str, model: str, training_ran
     """All products of what splits a model, of 8 ranks at most, in float64."""
     plain = dict(weights="matmul", recompute="none", precision="fp64", optimizer="AdamW")
     for row in features.all_rows(tensor=tensor, model=model, **plain):
-        reference = training_ranks.run(1, features.reference_of_row(row), features.STEPS)[0]
+        reference = training_ranks.reference(features.reference_of_row(row), features.STEPS)
         traces = training_ranks.run(features.ranks_of_row(row), features.config_of_row(row), features.STEPS)
         try:
             assert_parity(traces, reference, "fp64")
@@ -65,6 +65,7 @@ def alone(precision: str, variant: str | None = None, steps: int = STEPS) -> Tra
     return shared_run(1, config_of({}, steps, precision, **(FACTORS["model"][variant] if variant else {})), steps)[0]
 
 
+@pytest.mark.rest("pipeline2_2d-fp64-3")
 @pytest.mark.parametrize(
     ("precision", "steps"),
     [("fp64", FEW_STEPS), *(pytest.param(name, STEPS, marks=pytest.mark.long) for name in ("fp64", "fp32"))],
@@ -80,8 +81,9 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
 @pytest.mark.parametrize(
     "row",
     [
-        "1d_sharded one replicas",
+        "1d_sharded one alone",
         *long(
+            "1d_sharded one replicas",
             "2d_2x1 one zero2",
             "2.5d accumulated alone",
             "3d one alone",
@@ -112,13 +114,14 @@ def test_depth_is_a_data_axis() -> None:
     assert all(torch.equal(deep.end[name], value) for name, value in wide.end.items())
 
 
+@pytest.mark.parametrize("steps", [FEW_STEPS, *long(STEPS)])
 @pytest.mark.parametrize("variant", [None, "llama_like", "loss_terms"])
-def test_one_process_is_plain_torch(variant: str | None) -> None:
-    """Losses, norms, every gradient and the weights after 20 steps, against torch's own modules and loop."""
-    trace = alone("fp64", variant)
+def test_one_process_is_plain_torch(variant: str | None, steps: int) -> None:
+    """Losses, norms, every gradient and the weights after some steps, against torch's own modules and loop."""
+    trace = alone("fp64", variant, steps)
     options = {**SIZES, **(FACTORS["model"][variant].get("model", {}) if variant else {})}
     twin = PlainGPT(**options).double()
-    assert_is_plain_torch(trace, twin, options, STEPS)
+    assert_is_plain_torch(trace, twin, options, steps)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
+@pytest.mark.rest("sequence ring")
 @pytest.mark.parametrize("name", ["sequence ring", "zero 3"])
 def test_nothing_grows(name: str, tmp_path: Path) -> None:
     assert not growth_of_training(CASES[name], Length((5, 13), 2), tmp_path)

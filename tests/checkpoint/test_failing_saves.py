@@ -40,6 +40,7 @@ def contents(root: Path) -> list[str]:
     return sorted(os.listdir(root))
 
 
+@pytest.mark.rest("5")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_any_call_may_fail(in_memory: Path, code: int) -> None:
     """One call after the other fails, in a save that replaces a checkpoint of its step and removes an old one."""

@@ -46,32 +46,29 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 # No torch
 
 
-@pytest.mark.rest("arguments1-0")
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["launch", "--help"], 0),
-        (["config", "FILE"], 0),
-        (
-            ["show", "FILE", "--timeline", "parallel.tensor.mode=2.5d", "parallel.tensor=8", "parallel.tensor.depth=2"],
-            0,
-        ),
-        (["show", "FILE", "--graph", "parallel.strategy=sgp"], 0),
-        (["launch", "FILE", "parallel.tensor=3"], 2),
-        (["compare", "FILE", "--strategies", "sgp", "sgb"], 2),
-    ],
-)
-def test_answers_without_importing_torch(config: str, arguments: list[str], code: int) -> None:
-    words = [config if word == "FILE" else word for word in arguments]
+LINES = {
+    "--help": 0,
+    "launch --help": 0,
+    "config FILE": 0,
+    "show FILE --timeline parallel.tensor.mode=2.5d parallel.tensor=8 parallel.tensor.depth=2": 0,
+    "show FILE --graph parallel.strategy=sgp": 0,
+    "launch FILE parallel.tensor=3": 2,
+    "compare FILE --strategies sgp sgb": 2,
+}
+
+
+def test_answers_without_importing_torch(config: str) -> None:
+    """One after the other in a new Python."""
+    lines = [line.replace("FILE", config).split() for line in LINES]
     done = run(
-        f"import sys; from colossus.cli.main import main; code = main({words!r}); "
-        "print('TORCH', 'torch' in sys.modules); sys.exit(code)"
+        "import contextlib, io, sys; from colossus.cli.main import main\n"
+        f"for words in {lines!r}:\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as err:\n"
+        "        code = main(words)\n"
+        "    print('\\nANSWERED', code, bool(err.getvalue()), 'Traceback' in err.getvalue(), 'torch' in sys.modules)"
     )
-    assert done.returncode == code, done.stderr
-    assert done.stdout.endswith("TORCH False\n")
-    assert "Traceback" not in done.stderr
-    assert bool(done.stderr) == (code == 2)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWERED")]
+    assert answers == [f"ANSWERED {code} {code == 2} False False" for code in LINES.values()], done.stderr
 
 
 # config

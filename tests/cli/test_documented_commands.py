@@ -34,15 +34,8 @@ SHORTER = {
     "compare": ["--dry-run"],
     "profile": ["--dry-run"],
     "bench": ["--dry-run"],
-    "plan": [
-        "--top",
-        "2",
-        "--keep",
-        "schedule.type=1f1b",
-        "sequence=1",
-        "tensor=1",
-        "train.activation_checkpoint=none",
-    ],
+    "plan": shlex.split("--devices 4 --top 2 --keep schedule.type=1f1b sequence=1 tensor=1")
+    + ["train.activation_checkpoint=none"],
     "evaluate": ["train.eval_batches=1"],
     "generate": ["--max-tokens", "2"],
     "verify": ["--steps", "1", "model.num_layers=1", "model.hidden_size=32", "model.seq_len=16", "checkpoint.every=0"],

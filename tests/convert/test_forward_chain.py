@@ -327,7 +327,7 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Cas
 
 
 @pytest.mark.parametrize("name", but(_LONG, PLANS))
-@pytest.mark.rest("1f1b, 2")
+@pytest.mark.rest("1f1b, 2", "interleaved")
 def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(name: str) -> None:
     plan = PLANS[name]
 

@@ -67,6 +67,7 @@ def body(context: ParallelContext, rules: dict[str, str]) -> dict[str, Any]:
     return {name: each.became for name, each in conversion.swaps.items()}
 
 
+@pytest.mark.rest("2d-alone", "2d-pair")
 @pytest.mark.parametrize("rules", [{}, RULES], ids=["alone", "pair"])
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d_2x1x2"])
 def test_the_model_computes_what_it_is_written_to(mode: str, rules: dict[str, str]) -> None:

@@ -53,7 +53,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert tuple(range(50)) not in orders
 
 
-@pytest.mark.rest("97")
+@pytest.mark.rest("97", "10")
 @pytest.mark.parametrize("n", [10, 97, 1000])
 def test_places_are_uniform_and_neighbours_unrelated(n: int) -> None:
     epochs = 3000

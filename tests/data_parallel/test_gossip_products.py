@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from helpers.gossip import Matrices, Simulated, irregular, simulate
 from helpers.ranks import run_ranks
-from helpers.training import SIZES, Trace, batch_of, config_of, run_cases
+from helpers.training import SIZES, Trace, batch_of, config_of, run_plan
 from torch import Tensor, nn
 
 import colossus
@@ -75,28 +75,23 @@ def simulated(name: str) -> Simulated:
     return simulate(start(), matrix_of, REPLICAS, STEPS, SGD, loss_of, clip=CLIP, **more)
 
 
-@cache
-def traces(plan: str, names: tuple[str, ...]) -> dict[str, list[Trace]]:
+def trace_of(plan: str, name: str) -> list[Trace]:
     world, sizes, schedule, _ = PLANS[plan]
-    configs = {
-        name: settings_of({"data": REPLICAS, **sizes, "strategy": STRATEGIES[name][0]}, schedule) for name in names
-    }
-    return run_cases(world, configs, STEPS)
+    config = settings_of({"data": REPLICAS, **sizes, "strategy": STRATEGIES[name][0]}, schedule)
+    return run_plan(world, config, STEPS)
 
 
-@pytest.mark.rest("pipeline-osgp")
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        pytest.param(plan, name, marks=() if plan == "1d" or (plan, name) == ("pipeline", "osgp") else pytest.mark.long)
+        pytest.param(plan, name, marks=() if (plan, name) == ("1d", "osgp") else pytest.mark.long)
         for plan in PLANS
         for name in STRATEGIES
     ],
 )
 def test_a_product_is_gossip_of_whole_replicas(plan: str, name: str) -> None:
     wanted = simulated(name)
-    names = tuple(STRATEGIES) if plan == "1d" else (name,)
-    for rank, trace in enumerate(traces(plan, names)[name]):
+    for rank, trace in enumerate(trace_of(plan, name)):
         replica = rank // PLANS[plan][3] % REPLICAS
         assert trace.losses == pytest.approx([of_step[replica] for of_step in wanted.losses], rel=1e-10)
         assert trace.norms == pytest.approx([of_step[replica] for of_step in wanted.norms], rel=1e-10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,56 +41,43 @@ def _walk(engine: Engine, steps: int) -> Rows:
     return rows
 
 
-def _stopped(rank: int, root: Path) -> dict[str, tuple[Rows, Rows, Rows, Rows, list[str]]]:
-    """Of each case: a run, the second half of one that is saved, of one that goes on with that, and of the first made
-    again; what the folder has of what was in flight."""
-    told = {}
-    for name, (strategy, optimizer) in CASES.items():
-        settings: dict[str, Any] = settings_of(strategy, REPLICAS, optimizer)
-        settings["checkpoint"] = dict(dir=str(root / name), keep_last=0)
-        through = colossus.initialize(settings, model=Net, loss_fn=classify)
-        saved = colossus.initialize(settings, model=Net, loss_fn=classify)
-        whole = _walk(through, 2 * HALF)
-        _walk(saved, HALF)
-        saved.checkpoints.save(background=False).wait()
-        goes_on = _walk(saved, HALF)
-        saved.close()
-        resumed = colossus.initialize(settings, model=Net, loss_fn=classify)
-        resumed.checkpoints.load(root / name / name_of(HALF))
-        held = len(resumed.strategy.in_flight)
-        again = _walk(resumed, HALF)
-        resumed.close()
-        # goes back, with messages of later steps under way, and back to the step that it last made
-        through.checkpoints.load(root / name / name_of(HALF))
-        _walk(through, 1)
-        through.checkpoints.load(root / name / name_of(HALF))
-        back = _walk(through, HALF)
-        through.close()
-        told[name] = whole[HALF:], goes_on, again, back, held
-    return told
-
-
-@cache
-def told(root: Path) -> list[dict[str, tuple[Rows, Rows, Rows, Rows, int]]]:
-    return run_ranks(REPLICAS, _stopped, root, with_context=False)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gossip")
+def _stopped(rank: int, name: str, root: Path) -> tuple[Rows, Rows, Rows, Rows, int]:
+    """A run, the second half of one that is saved, of one that goes on with that, and of the first made again; what the
+    folder has of what was in flight."""
+    strategy, optimizer = CASES[name]
+    settings: dict[str, Any] = settings_of(strategy, REPLICAS, optimizer)
+    settings["checkpoint"] = dict(dir=str(root / name), keep_last=0)
+    through = colossus.initialize(settings, model=Net, loss_fn=classify)
+    saved = colossus.initialize(settings, model=Net, loss_fn=classify)
+    whole = _walk(through, 2 * HALF)
+    _walk(saved, HALF)
+    saved.checkpoints.save(background=False).wait()
+    goes_on = _walk(saved, HALF)
+    saved.close()
+    resumed = colossus.initialize(settings, model=Net, loss_fn=classify)
+    resumed.checkpoints.load(root / name / name_of(HALF))
+    held = len(resumed.strategy.in_flight)
+    again = _walk(resumed, HALF)
+    resumed.close()
+    # goes back, with messages of later steps under way, and back to the step that it last made
+    through.checkpoints.load(root / name / name_of(HALF))
+    _walk(through, 1)
+    through.checkpoints.load(root / name / name_of(HALF))
+    back = _walk(through, HALF)
+    through.close()
+    return whole[HALF:], goes_on, again, back, held
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.rest("sgp")
-def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
-    overlap = CASES[name][0].get("overlap", 0)
-    for of_rank in told(root):
-        whole, goes_on, again, back, held = of_rank[name]
+def test_stopped_and_resumed_is_the_run_through(name: str, tmp_path: Path) -> None:
+    overlap, told = CASES[name][0].get("overlap", 0), run_ranks(REPLICAS, _stopped, name, tmp_path, with_context=False)
+    for whole, goes_on, again, back, held in told:
         assert (held > 0) == (overlap > 0)
         assert goes_on == whole
         assert again == whole
         assert back == whole
-    one, other = (np.frombuffer(of_rank[name][0][-1][3], np.float64) for of_rank in told(root)[:2])
+    one, other = (np.frombuffer(of_rank[0][-1][3], np.float64) for of_rank in told[:2])
     assert np.abs(one - other).max() > 1e-3
 
 

@@ -64,7 +64,7 @@ def alone() -> Trace:
     return run_plan(1, settings_of({}), STEPS)[0]
 
 
-@pytest.mark.rest("1f1b", "zb-v", "1d")
+@pytest.mark.rest("1f1b", "zb-v", "1d", "data")
 @pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
 def test_an_exact_strategy_of_ones_own_is_the_one_process_run(plan: str) -> None:
     for trace in train_with(dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), PLANS[plan]):
@@ -143,7 +143,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     return seen, evaluated, gradients, state, held, gathered
 
 
-@pytest.mark.rest("3-microbatch")
+@pytest.mark.rest("3-microbatch", "2-step", "3-matmul")
 @pytest.mark.parametrize(
     ("stage", "scope"), [(1, "matmul"), (2, "step"), (3, "matmul"), (3, "microbatch"), (3, "step")]
 )

@@ -108,6 +108,7 @@ def assert_equal(found: list[Any], wanted: list[Any]) -> None:
         assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
 
 
+@pytest.mark.rest("{'type': 'full', 'every': 2}", "{'type': 'full', 'modules': ['blocks.[02].*', 'blocks.3']}")
 @pytest.mark.parametrize("recompute", [*KINDS, dict(type="full", modules=["blocks.[02].*", "blocks.3"])], ids=str)
 def test_plain_modules_train_the_same_to_the_bit(recompute: Any) -> None:
     assert_equal(trained(recompute, Net), trained_as_it_is(Net))

@@ -54,6 +54,7 @@ def config(plan: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 DEFAULT = ("1d sequence sharded", "zb-h1, checkpoint")
 
 
+@pytest.mark.rest("1d sequence sharded")
 @pytest.mark.parametrize("name", but(PLANS.keys() - {*DEFAULT}, PLANS))
 def test_every_plan_drops_what_one_process_drops(name: str) -> None:
     world, plan, more = PLANS[name]

@@ -64,6 +64,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(tmp_path: Path
     assert contents(tmp_path / "4" / name_of(5)).tensors["model/blocks.1.mlp.router.bias"].abs().min() > 0.01
 
 
+@pytest.mark.rest("plan0")
 @pytest.mark.parametrize("plan", [dict(data=2, pipeline=2, expert=2), dict(data=2, tensor=2, expert=2)])
 def test_a_step_tells_what_its_routers_have_counted(plan: dict[str, Any], tmp_path: Path) -> None:
     """Of all stages, each token once, recomputed or not."""

@@ -162,6 +162,7 @@ def steps_of(root: Path) -> list[int]:
     return sorted(checkpoint_steps(root).values())
 
 
+@pytest.mark.rest("1-1-Stream", "30-30-Numbers", "None-2-Stream")
 @pytest.mark.parametrize("data", [Numbers, Stream])
 @pytest.mark.parametrize(("skip", "skipped"), [(None, 2), (1, 1), (30, 30)])
 def test_a_run_that_goes_back_is_one_that_left_the_batches_out(

@@ -275,7 +275,7 @@ def _loop(rank: int, is_late: bool, folder: Path, name: str) -> tuple[list[int],
     return told, saved, state
 
 
-@pytest.mark.rest("pipeline", "too many", "saved, skipped")
+@pytest.mark.rest("pipeline", "too many", "saved, skipped", "the last")
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_catches_it_trains_the_same_on_an_accelerator(name: str, tmp_path: Path) -> None:
     """The step counts, its batch and the next are used once, and a save says what is known on a CPU."""

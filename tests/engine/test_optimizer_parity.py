@@ -1,4 +1,4 @@
-"""AdamW, SGD with momentum, groups of a function and by rule: ten steps under a plan are those of plain torch."""
+"""AdamW, SGD with momentum, groups of a function and by rule: some steps under a plan are those of plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.few_steps import Ends, assert_is_plain, few_steps, plain_steps
 from helpers.plans import plans
 from helpers.ranks import run_ranks
-from helpers.ten_steps import Ends, assert_is_plain, plain_steps, ten_steps
 from helpers.training import SIZES
 from helpers.twins import PlainGPT
 from torch import Tensor
@@ -79,7 +79,7 @@ def train(rank: int, plan: dict[str, Any]) -> dict[str, Ends]:
     found = {}
     for name, (section, factory) in OPTIMIZERS.items():
         own: dict[str, Any] = dict(optimizer=factory) if section is None else {}
-        found[name] = ten_steps(plan, MODEL, section, **own)
+        found[name] = few_steps(plan, MODEL, section, **own)
     return found
 
 
@@ -98,7 +98,7 @@ def plain(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in LONG)) for plan in PLANS])
 @pytest.mark.rest("data2_pipeline2", "zero3")
-def test_ten_steps_are_those_of_plain_torch(plan: str) -> None:
+def test_steps_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     for found in run_ranks(world, train, parallel, with_context=False) if world > 1 else [alone()]:
         for name, ends in found.items():

@@ -44,18 +44,13 @@ def assert_parity(world: int, settings: dict[str, Any], **model: Any) -> None:
 
 
 def schedules() -> Iterator[Any]:
-    """Every schedule with every count; by default all for one of them, and what says most for the others."""
+    """Every schedule with every count; by default what tests/test_parity.py has not."""
     for kind in KINDS:
         for count in COUNTS:
-            few = (
-                (kind == "1f1b" and count not in ((4, 1), (4, 3), (4, 6)))
-                or (kind not in ("gpipe", "1f1b") and count == (4, 6))
-                or (kind, *count) in (("gpipe", 2, 3), ("zb-v", 2, 1))
-            )
-            yield pytest.param(kind, *count, marks=() if few else pytest.mark.long)
+            is_default = (kind, *count) == ("gpipe", 2, 3)
+            yield pytest.param(kind, *count, marks=() if is_default else pytest.mark.long)
 
 
-@pytest.mark.rest("1f1b-2-1", "1f1b-4-6", "zb-v-2-1", "zb-v-4-3", "zb-v-4-6", "interleaved-4-6")
 @pytest.mark.parametrize(("kind", "ranks", "microbatches"), list(schedules()))
 def test_every_schedule_is_the_one_process_run(kind: str, ranks: int, microbatches: int) -> None:
     assert_parity(ranks, config(dict(pipeline=ranks), kind, microbatches))

@@ -55,7 +55,7 @@ def in_every_plan() -> Iterator[Any]:
             yield pytest.param(precision, plan, marks=pytest.mark.long if is_long else ())
 
 
-@pytest.mark.rest("bf16-data", "bf16-1d", "bf16-zb-h1", "bf16-3d")
+@pytest.mark.rest("bf16-data", "bf16-1d", "bf16-zb-h1", "bf16-3d", "bf16-sequence", "bf16-zero 3")
 @pytest.mark.parametrize(("precision", "plan"), list(in_every_plan()))
 def test_plans_follow_one_process_of_the_same_precision(precision: str, plan: str) -> None:
     world, parallel, schedule = PLANS[plan]

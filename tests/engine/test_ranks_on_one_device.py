@@ -50,7 +50,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 #: of the plans, those that are run by default
-SHORT = ("2d", "zero 3", "pipeline")
+SHORT = ("zero 3", "pipeline")
 
 
 def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "experts over ranks, tokens split": (8, dict(data=4, expert=4, tensor=dict(size=2, sequence_sharded=True)), MOE),
 }
 #: those that run by default
-SOME = {"one process", "1d, tokens split, swiglu", "2d, weights of a step", "ring", "experts over ranks, tokens split"}
+SOME = {"1d, tokens split, swiglu", "2d, weights of a step", "experts over ranks, tokens split"}
 
 
 def block_of(case: str, kind: str, precision: str) -> BlockProfile:

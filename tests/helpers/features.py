@@ -27,8 +27,9 @@ def _tensor(**options: Any) -> dict[str, Any]:
     return dict(parallel=dict(tensor=options))
 
 
-def _pipeline(kind: str, microbatches: int) -> dict[str, Any]:
-    return dict(parallel=dict(pipeline=2), schedule=dict(type=kind, microbatches=microbatches))
+def _pipeline(kind: str) -> dict[str, Any]:
+    """Two stages: two microbatches make each take a forward and a backward in turn."""
+    return dict(parallel=dict(pipeline=2), schedule=dict(type=kind, microbatches=2))
 
 
 #: feature -> level -> what it adds to a config; the first level of each adds nothing
@@ -46,10 +47,10 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "schedule": {
         "one": {},
         "accumulated": dict(schedule=dict(microbatches=2)),
-        "1f1b": _pipeline("1f1b", 4),
-        "interleaved": _pipeline("interleaved", 2),
-        "zb-h1": _pipeline("zb-h1", 4),
-        "zb-v": _pipeline("zb-v", 2),
+        "1f1b": _pipeline("1f1b"),
+        "interleaved": _pipeline("interleaved"),
+        "zb-h1": _pipeline("zb-h1"),
+        "zb-v": _pipeline("zb-v"),
     },
     "data": {
         "alone": {},

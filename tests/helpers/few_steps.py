@@ -1,4 +1,4 @@
-"""Ten steps of an optimizer under a plan, and the same ten of plain torch on one process."""
+"""A few steps of an optimizer under a plan, and the same of plain torch on one process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 
-STEPS, CLIP = 10, 0.5
+STEPS, CLIP = 5, 0.5
 #: weights before and after
 Ends = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def ten_steps(plan: dict[str, Any], model: dict[str, Any], section: dict[str, Any] | None, **own: Any) -> Ends:
+def few_steps(plan: dict[str, Any], model: dict[str, Any], section: dict[str, Any] | None, **own: Any) -> Ends:
     """On a rank: with the optimizer of a section, or where that is None with ``optimizer=`` of `initialize`."""
     config = config_of(plan, STEPS, "fp64", train=dict(clip_grad_norm=CLIP), schedule=dict(microbatches=2))
     config |= dict(model=dict(type="GPT", **model), lr_schedule=dict(type="linear", warmup_steps=3, min_ratio=0.1))

@@ -40,7 +40,8 @@ MODULES = {"colossus": cli.main, "colossus.launch.worker": worker.main, "torch.d
 class ForkedPython:
     """As much of `subprocess.Popen` as launchers and tests use; ``args`` are those of ``python [-u] -m MODULE ...``.
 
-    ``within``: namespaces in which the process is to be.
+    ``outputs``: where it writes its output and its errors, in place of pipes that are read here. ``within``: namespaces
+    in which the process is to be.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ForkedPython:
         env: Mapping[str, str],
         cwd: Path | None = None,
         pipes: bool = False,
+        outputs: tuple[int, int] | None = None,
         start_new_session: bool = False,
         within: Namespaces | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class ForkedPython:
             code = 1
             gc.freeze()  # files of the tests' process that are garbage would close the same numbers once more, later
             try:
-                for number, end in enumerate(writes, start=1):
+                for number, end in enumerate(outputs or writes, start=1):
                     os.dup2(end, number)
                 os.closerange(3, 256)
                 code = _be_python(args, env, cwd, start_new_session)

@@ -59,6 +59,14 @@ class TrainingRanks:
 
     def __init__(self) -> None:
         self._groups: dict[int, LocalRanks] = {}
+        self._references: dict[str, Trace] = {}
+
+    def reference(self, config: dict[str, Any], steps: int) -> Trace:
+        """Return the trace of one process, which trains each config once."""
+        key = repr((config, steps))
+        if key not in self._references:
+            (self._references[key],) = self.run(1, config, steps)
+        return self._references[key]
 
     def run(self, world: int, config: dict[str, Any], steps: int) -> list[Trace]:
         """Return the ranks' traces of a training run; gradients and weights are those of its end, on the first rank."""

@@ -1,4 +1,4 @@
-"""A run goes on, saves and ends as it should when nobody reads what it prints any more: in a real shell."""
+"""A run goes on, saves and ends as it should when nobody reads what it prints; with -m long in a real shell."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.launching import TINY, environment, finish
-from helpers.long import long
+from helpers.forked import ForkedPython
+from helpers.launching import LAUNCH, TINY, environment, finish
 
 from colossus.checkpoint.folder import find_latest
 
-RUN = (
-    f"{sys.executable} -m colossus launch {TINY} --run-dir run parallel.data=1 train.log_every=1 checkpoint.every=100 "
-    "train.eval_every=0"
-)
+WORDS = ["--run-dir", "run", "parallel.data=1", "train.log_every=1", "checkpoint.every=100", "train.eval_every=0"]
+RUN = f"{sys.executable} -m colossus launch {TINY} {' '.join(WORDS)}"
 
 
 def in_shell(command: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
@@ -40,7 +38,26 @@ def saved_step(cwd: Path) -> str:
     return latest.name if latest is not None else "none"
 
 
-@pytest.mark.parametrize("output", ["2>&1 | head -2", *long("> /dev/full", ">&- 2>&-")])
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_reader_that_goes_is_not_missed(stops: bool, tmp_path: Path) -> None:
+    """It ends by itself; or with Ctrl-C, which also ends a ``tee``, it saves."""
+    reads, writes = os.pipe()
+    more = ["train.steps=5000"] if stops else []
+    env = environment(STEP_SECONDS="0.05" if stops else "0")
+    run = ForkedPython([*LAUNCH, *WORDS, *more], env=env, cwd=tmp_path, outputs=(writes, writes))
+    os.close(writes)
+    with os.fdopen(reads) as output:
+        while stops and "step 3/" not in output.readline():
+            assert run.poll() is None
+        output.readline()
+    if stops:
+        run.send_signal(signal.SIGINT)
+    assert run.wait(60) == (130 if stops else 0)
+    assert saved_step(tmp_path) != "none" if stops else saved_step(tmp_path) == "step-00000005"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("output", ["2>&1 | head -2", "> /dev/full", ">&- 2>&-"])
 def test_a_run_trains_to_its_end(output: str, tmp_path: Path) -> None:
     code, out, err = finish(in_shell(f"{RUN} {output}; exit ${{PIPESTATUS[0]}}", tmp_path))
     assert (code, saved_step(tmp_path)) == (0, "step-00000005"), out + err
@@ -48,6 +65,7 @@ def test_a_run_trains_to_its_end(output: str, tmp_path: Path) -> None:
     assert "Exception ignored" not in out + err
 
 
+@pytest.mark.long
 def test_a_ctrl_c_that_kills_tee_too_saves(tmp_path: Path) -> None:
     shell = in_shell(
         f"{RUN} train.steps=5000 2>&1 | tee log; echo code ${{PIPESTATUS[0]}} > code", tmp_path, STEP_SECONDS="0.05"

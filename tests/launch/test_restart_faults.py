@@ -26,6 +26,7 @@ def check(case: Case, folder: Path, undisturbed: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.rest("while a restart builds the model under zero 3")
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
 def test_a_run_that_is_restarted_ends_as_one_that_was_never_disturbed(
     case: Case, tmp_path: Path, undisturbed: Path

@@ -237,7 +237,7 @@ def check(mode: str, chosen: list[tuple[str, str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("mode", SOME)
-@pytest.mark.rest("1d_sequence", "3d_2x1x2")
+@pytest.mark.rest("1d_sequence", "3d_2x1x2", "none")
 def test_as_in_torch(mode: str) -> None:
     """Half of the changes at each place, the other half in the next mode."""
     first = list(ALL).index(mode)

@@ -109,7 +109,7 @@ def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy:
 
 
 @pytest.mark.parametrize("mode", ["one", "1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d_1x2x3", *SPREAD])
-@pytest.mark.rest("2d", "2.5d_depth2", "2d_2x3", "1d_sequence", "data3", "data2_1d")
+@pytest.mark.rest("2d", "2.5d_depth2", "2d_2x3", "1d_sequence", "data3", "data2_1d", "one", "3d_1x2x3")
 def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
     x, dy = numbers(12, 6, HIDDEN), numbers(12, 6, HIDDEN, seed=1)
 

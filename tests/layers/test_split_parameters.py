@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[Net, Tensor], Any]]] = {
 }
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("mode", ["1d", "2d", "3d"])
 def test_a_split_parameter_is_not_the_parameter(mode: str) -> None:
     def body(context: ParallelContext) -> dict[str, str]:
@@ -120,6 +121,7 @@ def test_what_only_looks_at_it_or_changes_it_works() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("mode", ["1d", "2d", "3d"])
 def test_sizes_are_those_of_the_whole(mode: str) -> None:
     """What a model reads of its weights, and a count of parameters for a log."""

@@ -149,11 +149,12 @@ def test_every_plan_follows_one_process_for_twenty_steps(model: str, world: int,
     compare(cases, precision, LONG, **more)
 
 
+@pytest.mark.parametrize("steps", [STEPS, *long(LONG)])
 @pytest.mark.parametrize("model", list(MODELS))
-def test_one_process_is_plain_torch(model: str) -> None:
+def test_one_process_is_plain_torch(model: str, steps: int) -> None:
     sizes = {key: value for key, value in MODELS[model].items() if key != "type"}
     twin = TWINS[MODELS[model]["type"]](**sizes).double()
-    assert_is_plain_torch(alone(model, "fp64", LONG), twin, sizes, LONG, BATCH)
+    assert_is_plain_torch(alone(model, "fp64", steps), twin, sizes, steps, BATCH)
 
 
 def test_a_wrong_gradient_of_a_class_token_is_seen() -> None:

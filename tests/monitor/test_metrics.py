@@ -191,6 +191,7 @@ def run_counted(rank: int, path: Path, counted: bool) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.rest("False")
 @pytest.mark.parametrize("counted", [True, False])
 def test_rows_have_what_a_step_sends_along_each_axis(tmp_path: Path, counted: bool) -> None:
     path = tmp_path / "metrics.jsonl"

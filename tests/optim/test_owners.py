@@ -67,6 +67,7 @@ def count(rank: int, plan: dict[str, Any], name: str) -> tuple[float, float, flo
     return *counted, *formula, owned
 
 
+@pytest.mark.rest("plan1-0.5-0.5")
 @pytest.mark.parametrize(("plan", "to_owners", "back"), [
     (dict(data=2), 0, 1), (dict(tensor=2), 1 / 2, 1 / 2), (dict(data=2, zero=3), 1 / 2, 1 / 2),
 ])  # fmt: skip

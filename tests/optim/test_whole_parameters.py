@@ -1,4 +1,4 @@
-"""Optimizers that look at whole parameters: ten steps under a plan are those of one process with plain torch."""
+"""Optimizers that look at whole parameters: some steps under a plan are those of one process with plain torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.few_steps import Ends, assert_is_plain, few_steps, plain_steps
 from helpers.long import but
 from helpers.plans import plans
 from helpers.ranks import run_ranks
-from helpers.ten_steps import Ends, assert_is_plain, plain_steps, ten_steps
 from helpers.training import SIZES
 from helpers.twins import PlainGPT
 from helpers.whole_optimizers import OPTIMIZERS
@@ -22,7 +22,7 @@ PLANS = plans("alone", "1d", "2d", "2.5d", "3d", "data2_pipeline2", "zero1", "ze
 
 def train(rank: int, plan: dict[str, Any]) -> dict[str, Ends]:
     """Body of a rank, for each optimizer."""
-    return {name: ten_steps(plan, MODEL, section) for name, (section, _) in OPTIMIZERS.items()}
+    return {name: few_steps(plan, MODEL, section) for name, (section, _) in OPTIMIZERS.items()}
 
 
 @cache
@@ -39,7 +39,7 @@ def plain(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("plan", but(("2d", "2.5d", "3d", "data2_pipeline2", "zero1", "zero2_1d"), PLANS))
-def test_ten_steps_are_those_of_plain_torch(plan: str) -> None:
+def test_steps_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     for found in run_ranks(world, train, parallel, with_context=False) if world > 1 else [alone()]:
         for name, ends in found.items():

@@ -142,6 +142,7 @@ def test_every_plan_that_fits_is_there_once(
     assert set(found.values()) == {1}
 
 
+@pytest.mark.rest("parallel1", "parallel2")
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -70,6 +70,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest("data-h100", "zero_3-cpu", "1f1b-h100", "zb-h1-cpu", "2d_step-cpu")
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_add_up(name: str, hardware: Hardware) -> None:
@@ -95,6 +96,7 @@ def test_many_microbatches_go_on_as_few_do(schedule: dict[str, Any], monkeypatch
     )
 
 
+@pytest.mark.rest("data", "1f1b")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_score_is_near_the_estimate(name: str) -> None:
     config, estimator = _config(**PLANS[name]), Estimator(H100)

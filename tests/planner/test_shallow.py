@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest("tensor0-llama", "tensor0-gpt", "tensor0-experts")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tensor", [dict(size=1), TENSOR])
 def test_facts_and_blocks_are_those_of_the_whole_model(

@@ -71,7 +71,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d", "2d step", "3d")
 
 
-@pytest.mark.rest("1d", "2d", "ring 4", "2.5d")
+@pytest.mark.rest("1d", "2d", "ring 4", "2.5d", "hybrid 4", "pipeline", "1d sequence sharded")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
 def test_every_plan_follows_the_one_process_run(name: str) -> None:
     world, parallel, more = PLANS[name]

@@ -142,6 +142,7 @@ STEPS: list[Step] = [
 ]
 
 
+@pytest.mark.rest("sequence-1-False", "tokens-1-True")
 @pytest.mark.parametrize(
     ("role", "dim", "ring"),
     [("sequence", 1, True), ("sequence", 1, False), ("tokens", 1, True), ("batch", 0, True), ("features", 2, True)],

@@ -145,7 +145,7 @@ def plain() -> dict[str, float]:
     return train_plain(run_ranks(1, train, {}, 1, with_context=False)[0].pop("start"))
 
 
-@pytest.mark.rest("2d", "sequence")
+@pytest.mark.rest("2d", "sequence", "3d")
 @pytest.mark.parametrize("name", but(RARE, PLANS))
 def test_rows_are_trained_as_in_plain_torch(name: str, plain: dict[str, float]) -> None:
     world, plan, microbatches = PLANS[name]

@@ -91,6 +91,7 @@ def test_the_first_call_of_a_layer_compiles_into_one_graph(mode: str, make: Call
         assert gap < 1e-12
 
 
+@pytest.mark.rest("1d-aot_eager")
 @pytest.mark.parametrize(
     ("mode", "backend"),
     [

@@ -126,6 +126,7 @@ def _moved(context: ParallelContext, kv_heads: int, microbatches: int) -> tuple[
     return Traffic(moved.calls(), moved.bytes() / 4), formula
 
 
+@pytest.mark.rest("1d", "2d")
 @pytest.mark.parametrize("name", MODES)
 def test_counted_bytes_are_the_formula(name: str) -> None:
     mode, kv_heads = MODES[name]

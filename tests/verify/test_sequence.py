@@ -96,7 +96,7 @@ MIXING = {
 }  # fmt: skip
 
 
-@pytest.mark.rest("a class token", "positions")
+@pytest.mark.rest("a class token", "positions", "a shift")
 @pytest.mark.parametrize("name", MIXING)
 def test_a_module_that_mixes_tokens_is_named(verify: Verify, name: str) -> None:
     expression, length, words = MIXING[name]

@@ -126,6 +126,7 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify) -> 
     assert counts(out)["outputs of modules"] == 7
 
 
+@pytest.mark.rest("nn.Dropout(0.4)")
 @pytest.mark.parametrize("middle", ["nn.Dropout(0.4)", "Dropping()"])
 def test_torchs_dropout_is_turned_off(verify: Verify, middle: str) -> None:
     text = """
@@ -328,7 +329,7 @@ STAGED = {
 }
 
 
-@pytest.mark.rest("1f1b")
+@pytest.mark.rest("1f1b", "zb-v")
 @pytest.mark.parametrize("plan", STAGED)
 def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
     """All of it is compared, each thing once: what is on one rank only, too."""
@@ -347,6 +348,7 @@ SIZED = """
 """
 
 
+@pytest.mark.rest("plan0-ranks 2 (pipeline 1, data 0), 3 (pipeline 1, data 1)")
 @pytest.mark.parametrize(
     ("plan", "place"),
     [
