@@ -181,9 +181,9 @@ def broadcast_all(tensors: Sequence[Tensor], group: AxisGroup, source: int) -> N
 
 
 def barrier(group: AxisGroup, device: torch.device) -> None:
-    """Wait until all ranks of the group have come here."""
+    """Let the host wait until those of all ranks of the group have come here, and their devices, too."""
     if group.size > 1:
-        all_reduce(torch.zeros(1, device=device), group, owned=True).wait()
+        all_reduce(torch.zeros(1, device=device), group, owned=True).wait().item()
 
 
 def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:

@@ -17,10 +17,12 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as native
 from torch.distributed import distributed_c10d as c10d
 
+from colossus.context.groups import uses
+
 
 def is_recording() -> bool:
     """Return whether the ranks of this process's run communicate through NCCL."""
-    return dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
+    return dist.is_initialized() and uses(dist.Backend.NCCL)
 
 
 def write(path: Path, *, with_stacks: bool = True) -> None:
@@ -43,8 +45,8 @@ def has_pending() -> bool:
 
 def failed_group() -> tuple[str, str] | None:
     """Return the name of the first group whose watchdog gave up a collective, and torch's name of the error."""
-    for group, (backend, _) in list(c10d._world.pg_map.items()):
-        if backend != dist.Backend.NCCL:
+    for group in list(c10d._world.pg_map):
+        if not uses(dist.Backend.NCCL, group):
             continue
         error = group._get_backend(torch.device("cuda")).get_error()
         if error != native.ErrorType.SUCCESS:

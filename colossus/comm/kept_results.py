@@ -13,6 +13,7 @@ its rows does), the recomputation needs its form and not its values: see `produc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -184,3 +185,52 @@ def _active_results() -> list[KeptResults]:
         return []
     stack = _get_current_dispatch_mode_stack()
     return [mode for mode in stack if isinstance(mode, KeptResults) and not mode.is_paused]
+
+
+class KeptReads:
+    """What one forward has read from its device, in order: a recomputation of it under any checkpointing reads nothing.
+
+    A read makes the host wait until the device has come to it, and the device then waits for the host.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._next = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the forward, for the first time or again."""
+        self._next = 0
+        _running.stack.append(self)
+        try:
+            yield
+        finally:
+            _running.stack.remove(self)
+
+    def value_of(self, read: Callable[[], T]) -> T:
+        """Return ``read()``; in a recomputation, what it returned in the first pass."""
+        if self._next == len(self._values):
+            self._values.append(read())
+        self._next += 1
+        value: T = self._values[self._next - 1]
+        return value
+
+
+class _Running(threading.local):
+    """The forwards of this thread whose reads are kept, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[KeptReads] = []
+
+
+_running = _Running()
+
+
+def read_once(read: Callable[[], T]) -> T:
+    """Return ``read()``, which reads from a device; a recomputation returns what the first pass has read.
+
+    Under nested checkpointing the first pass of an inner forward may belong to a recomputation of the outer one.
+    """
+    for reads in _running.stack:
+        read = partial(reads.value_of, read)
+    return read()

@@ -45,6 +45,11 @@ class Lengths:
     received: tuple[int, ...]
     matrix: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def of(cls, matrix: Sequence[Sequence[int]], index: int) -> Lengths:
+        """Return the lengths of the rank at this index of the group."""
+        return cls(tuple(matrix[index]), tuple(row[index] for row in matrix), tuple(map(tuple, matrix)))
+
     @property
     def back(self) -> Lengths:
         """The lengths of the answers, when each rank sends back one row for each row that it received."""
@@ -70,9 +75,7 @@ def agree(
     if n > 1:
         own = torch.tensor(rows[0], dtype=torch.int64, device=host_staging.wire_device(device, group))
         rows = collectives.all_gather(own, group, what="lengths").wait().view(n, -1).tolist()
-    matrix = tuple(tuple(row[:n]) for row in rows)
-    lengths = Lengths(matrix[group.index], tuple(row[group.index] for row in matrix), matrix)
-    return lengths, [row[n:] for row in rows]
+    return Lengths.of([row[:n] for row in rows], group.index), [row[n:] for row in rows]
 
 
 def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows") -> Pending:

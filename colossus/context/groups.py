@@ -123,16 +123,21 @@ def new_process_group(
     world = dist.group.WORLD
     assert world is not None
     of_world, store = c10d._world.pg_map[world]
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        index,
-        list(ranks),
-        backend or of_world,
-        store,
-        c10d.GroupName(name),
-        timeout=timeout,
-        group_desc=name,
-    )
+    # torch would split the communicator of a world with a device, in which all of its ranks must take part
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            index,
+            list(ranks),
+            backend or of_world,
+            store,
+            c10d.GroupName(name),
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        world.bound_device_id = device
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
@@ -145,5 +150,15 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let collectives of this group fail after ``timeout``. Backends without time-outs (fake) do not change."""
-    if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
+    if not is_fake(group):
         c10d._set_pg_timeout(timeout, group)
+
+
+def is_fake(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether the ranks of a group, by default the world, are pretended: nothing travels between them."""
+    return dist.get_backend(group) == dist.Backend.FAKE
+
+
+def uses(backend: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether ranks of a group, by default the world, connect by a backend, for all tensors or for some."""
+    return backend in dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"

@@ -13,10 +13,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.context.grid import ONE_RANK, Axes, LayerOptions, RankGrid, build_grid
-from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
+from colossus.context.groups import AxisGroup, is_fake, new_process_group, set_timeout, store_of, uses
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
-from colossus.context.world import BACKENDS, join_world
+from colossus.context.world import join_world
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
@@ -113,15 +113,14 @@ class ParallelContext:
             except BaseException:
                 self.close()
                 raise
-        backend = dist.get_backend()
-        if backend in BACKENDS:
+        if not is_fake():
             # counts the contexts that this rank has joined in this world, so that all ranks agree on the number
             self._number = store_of(world).add(f"contexts/{self.rank}", 1)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
             set_timeout(group, self.timeout)
-        if backend == dist.Backend.GLOO:
+        if uses(dist.Backend.GLOO):
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
         for name in self.grid.public.get("tensor", ()):  # made here, so that no compiler traces their construction
             self.group(name)
@@ -218,7 +217,7 @@ class ParallelContext:
         ranks = tuple(members)
         process_group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            is_of_axes = key == names and (backend is None or dist.get_backend() not in BACKENDS)
+            is_of_axes = key == names and (backend is None or is_fake())
             if is_of_axes and ranks == tuple(range(self.world_size)):
                 process_group = dist.group.WORLD
             elif is_of_axes and len(names) == 1:
@@ -228,7 +227,7 @@ class ParallelContext:
                 name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}{suffix}"
                 process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
                 self._own_groups.append(process_group)
-                if dist.get_backend(process_group) == dist.Backend.GLOO:
+                if uses(dist.Backend.GLOO, process_group):
                     dist.barrier(process_group)  # a rank that ends early must not end one that is connecting to it
         group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
         return group
@@ -261,7 +260,8 @@ class ParallelContext:
             if self._owns_world:
                 dist.destroy_process_group()
             else:
-                for group in (*self._own_groups, *self._axis_groups()):
+                # in one order on all ranks: where communicators end, their ranks wait for each other
+                for group in sorted((*self._own_groups, *self._axis_groups()), key=lambda group: group.group_name):
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._own_groups.clear()

@@ -15,9 +15,6 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 
-#: backends whose ranks are other processes
-BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
-
 
 def pick_device(wanted: str, backend: str = "auto") -> torch.device:
     """Return the device of this rank. ``auto`` is CUDA if there is any: the device with the local rank's number.

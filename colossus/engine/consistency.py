@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.arithmetic import named_ranks
+from colossus.comm.host_transfer import LateValue
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
 from colossus.config.printed import as_dict, by_path
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.program import RECENT, WHY
-from colossus.gradients.host_transfer import LateValue
 from colossus.layout.parameter import spec_of
 from colossus.nest import tensors
 from colossus.random import hash_key

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.host_transfer import HostRead, send_to
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.forward_buffers import ForwardBuffers
@@ -68,9 +69,11 @@ class Evaluation:
         totals = torch.zeros(1 + len(self._metrics), 2, dtype=torch.float64, device=self._context.device)
         stops = 0.0
         with self._eval_mode():
-            for batch in chain(islice(loader, max_batches), (_END,)):
-                asked = torch.tensor([stop_request(), batch is _END], dtype=torch.float32, device=self._context.device)
-                stops, ended = collectives.all_reduce(asked, self._world, owned=True).wait().tolist()
+            batches = chain(islice(loader, max_batches), (_END,))
+            coming = next(batches)
+            asked = self._ask(stop_request(), coming is _END)
+            while True:
+                batch, (stops, ended) = coming, asked.wait().tolist()
                 if 0 < ended < self._world.size:
                     raise ValueError(
                         f"the validation data ended on {ended:.0f} of {self._world.size} ranks after fewer batches "
@@ -81,8 +84,15 @@ class Evaluation:
                     stops = 0.0
                 if stops or ended:
                     break
+                coming = next(batches)
+                asked = self._ask(stop_request(), coming is _END)  # before the forward, which the host need not await
                 totals += self._forward(batch)
             return self._result(totals), stops
+
+    def _ask(self, stop_request: float, has_ended: bool) -> HostRead:
+        """Start to sum up over all ranks who wants to stop, and whose batches have ended."""
+        own = torch.tensor([stop_request, has_ended], dtype=torch.float32)
+        return HostRead(collectives.all_reduce(send_to(self._context.device, own), self._world, owned=True).wait())
 
     def _result(self, totals: Tensor) -> EvalResult:
         """Sum over all ranks."""

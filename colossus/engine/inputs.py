@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from colossus.comm.host_transfer import send_to
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
@@ -26,7 +27,6 @@ from colossus.data.batch import (
     split_microbatches,
 )
 from colossus.engine.consistency import fingerprint
-from colossus.gradients.host_transfer import send_to
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import leaves, tensors
 from colossus.registry import TENSOR_MODES

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colossus.gradients.host_transfer import send_to
+from colossus.comm.host_transfer import send_to
 
 _NUMBERS = (np.integer, np.floating)
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count) of this rank

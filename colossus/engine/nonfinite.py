@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import listed
+from colossus.comm.host_transfer import HostRead
 from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import model_input
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.host_transfer import HostRead
 from colossus.layout.parameter import spec_of
 from colossus.nest import tensors
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from colossus.comm.host_transfer import LateValue
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
@@ -20,7 +21,6 @@ from colossus.engine.results import Routing, StepResult
 from colossus.engine.routers import Routers
 from colossus.error_place import located_error
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.host_transfer import LateValue
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from colossus.arithmetic import named_ranks
 from colossus.comm import collectives
+from colossus.comm.host_transfer import HostRead, send_to
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.consistency import INTEGERS
 from colossus.engine.loss_spikes import Rollback
-from colossus.gradients.host_transfer import HostRead, send_to
 from colossus.layout.parameter import logical_name, rows_of, spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.random import hash_key

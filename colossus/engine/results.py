@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.gradients.host_transfer import HostRead
+from colossus.comm.host_transfer import HostRead
 from colossus.layers.router import SUMS
 
 #: reasons for a stop, of which the last one wins: the program itself (None), or a signal to some rank

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.host_transfer import send_to
 from colossus.comm.pending import Pending, Staged, Stages
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.gradients.bucket_sum import padded
-from colossus.gradients.host_transfer import send_to
 from colossus.layout.parameter import spec_of
 from colossus.random import derive_seeds, hash_key
 

@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, nn
 
+from colossus.comm.host_transfer import send_to
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
-from colossus.gradients.host_transfer import send_to
 from colossus.layout.parameter import spec_of
 
 

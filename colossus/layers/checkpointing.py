@@ -12,7 +12,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from colossus.comm.kept_results import KeptResults
+from colossus.comm.kept_results import KeptReads, KeptResults
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
@@ -60,7 +60,7 @@ def recompute(
     devices = {torch.device("cpu"), context.device} if preserve_rng_state else ()
     global_rng = GlobalRng(tuple(devices), torch_only=not preserve_rng_state)
     state = global_rng.get_state()
-    results = KeptResults(is_unit) if kind == "selective" else None
+    results, reads = KeptResults(is_unit) if kind == "selective" else None, KeptReads()
     is_first = True
 
     def run(*tensors: Tensor) -> Any:
@@ -68,10 +68,10 @@ def recompute(
         arguments = rebuild(tensors)
         if is_first:
             is_first = False
-            with results.first_pass() if results else nullcontext():
+            with results.first_pass() if results else nullcontext(), reads.running():
                 return function(*arguments)
         again = results.recomputation() if results else nullcontext()
-        with rng.replay(position), global_rng.preserved(), again:
+        with rng.replay(position), global_rng.preserved(), again, reads.running():
             global_rng.set_state(state)
             return function(*arguments)
 

@@ -264,11 +264,17 @@ class PositionEmbedding(Layer):
 
 
 def check_range(ids: Tensor, size: int, what: str) -> None:
-    """Raise ValueError unless all ids are in 0..size-1; only on CPU, since on an accelerator the host would wait."""
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = torch.aminmax(ids)
-        if int(low) < 0 or int(high) >= size:
-            raise located_error(
-                f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}: the model's "
-                f"vocab_size must be that of the tokenizer that made them (padding is an id in it, or -100 in labels)"
-            )
+    """Raise ValueError unless all ids are in 0..size-1.
+
+    On an accelerator the host does not wait, and a later call of CUDA raises instead (``device-side assert``).
+    """
+    if not ids.numel():
+        return
+    low, high = torch.aminmax(ids)
+    if ids.device.type != "cpu":
+        torch._assert_async((low >= 0) & (high < size), f"{what} are outside the vocabulary 0..{size - 1}")
+    elif int(low) < 0 or int(high) >= size:
+        raise located_error(
+            f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}: the model's "
+            f"vocab_size must be that of the tokenizer that made them (padding is an id in it, or -100 in labels)"
+        )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.comm import uneven
+from colossus.comm import collectives, uneven
 from colossus.comm.autograd import first_order
-from colossus.comm.kept_results import kept
+from colossus.comm.host_transfer import HostRead
+from colossus.comm.kept_results import kept, read_once
 from colossus.context.groups import AxisGroup
+from colossus.layers.router import count_choices
 
 
 class _TakeRows(torch.autograd.Function):
@@ -63,48 +67,82 @@ class _Exchange(torch.autograd.Function):
 
 
 def bytes_sent(own: int, others: int, ranks: int, num_experts: int, row_bytes: int) -> tuple[int, int]:
-    """Return the bytes that a rank sends for a layer's experts in forward and backward: of lengths, and of rows.
+    """Return the bytes that a rank sends for a layer's experts in forward and backward: of counts, and of rows.
 
-    In forward, a rank sends n + E integers to each of n - 1 ranks. Rows travel there and back, and so do their
-    gradients: 2 (s + r) rows. With T tokens on each rank, k choices and balanced routing, s = r = T k (n - 1) / n.
+    In forward, a rank sends E integers to each of n - 1 ranks. Rows travel there and back, and so do their gradients:
+    2 (s + r) rows. With T tokens on each rank, k choices and balanced routing, s = r = T k (n - 1) / n.
 
     Args:
         own: s, the number of this rank's choices for experts of other ranks.
         others: r, the number of other ranks' choices for its experts.
     """
-    return (ranks - 1) * (ranks + num_experts) * 8, 2 * (own + others) * row_bytes
+    return (ranks - 1) * num_experts * 8, 2 * (own + others) * row_bytes
 
 
-def agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[uneven.Lengths, Tensor]:
-    """Return how many rows each rank sends to each, and how many of each rank are for each expert here [ranks, own]."""
-    n, num_local = group.size, len(counts) // group.size
-    per_expert = counts.tolist()
-    per_rank = [sum(per_expert[rank * num_local :][:num_local]) for rank in range(n)]
-    lengths, words = uneven.agree(per_rank, group, rows.device, per_expert)
-    return lengths, torch.tensor([row[group.index * num_local :][:num_local] for row in words])
-
-
-def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Return the rows of all ranks for the experts of this one; each rank of ``group`` has equally many, in order.
-
-    `bytes_sent` counts the traffic.
+def gather_counts(choices: Tensor, num_experts: int, group: AxisGroup) -> tuple[Tensor, HostRead]:
+    """Return how many choices of each rank are for each expert, [ranks, E]: on the device, and on the way to the host.
 
     Args:
-        rows: [choices, h], sorted by expert.
-        counts: rows of each expert of all ranks, [E].
-
-    Returns:
-        The rows [received, h], sorted by expert and then by rank; the number of rows of each of this rank's experts;
-        and a function that sends one row for each of them back to its rank.
+        choices: expert of each choice of this rank; ``num_experts`` stands for none.
     """
-    lengths, received = kept("the lengths of an exchange", lambda: agree(rows, counts, group))
-    expert_of = torch.arange(received.shape[1]).repeat(group.size)
-    expert_of = expert_of.repeat_interleave(received.flatten(), output_size=sum(lengths.received))
-    order = expert_of.argsort(stable=True).to(rows.device)
-    place = inverse(order)
+    counts = count_choices(choices, num_experts)
+    gathered = collectives.all_gather(counts, group, what="lengths").wait().view(group.size, -1)
+    return gathered, HostRead(gathered)
 
-    def back(out: Tensor) -> Tensor:
-        return _Exchange.apply(take_rows(out, place, order.unsqueeze(-1)), lengths.back, group)
 
-    arrived = _Exchange.apply(rows, lengths, group)
-    return take_rows(arrived, order, place.unsqueeze(-1)), received.sum(0), back
+def arrived(read: HostRead) -> np.ndarray:
+    """Return the counts on the host, which waits for them."""
+    return read.wait().numpy()
+
+
+class ExpertExchange:
+    """The exchange of rows with the ranks of their experts, each of which has equally many experts, in order.
+
+    The host reads the numbers of rows once, in `num_chosen` or `to_experts`: what the device is given before that runs
+    meanwhile. A recomputation does not read them again. `bytes_sent` counts the traffic.
+
+    Args:
+        choices: expert of each choice of this rank; ``num_experts`` stands for none.
+        num_experts: number of experts of all ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, choices: Tensor, num_experts: int, group: AxisGroup) -> None:
+        self._group = group
+        self._counts, self._read = read_once(lambda: gather_counts(choices, num_experts, group))
+
+    @cached_property
+    def _on_host(self) -> np.ndarray:
+        """The counts by [from][to][expert of that rank]."""
+        n = self._group.size
+        return arrived(self._read).reshape(n, n, -1)
+
+    @property
+    def num_chosen(self) -> int:
+        """The number of this rank's choices that have an expert."""
+        return int(self._on_host[self._group.index].sum())
+
+    def to_experts(self, rows: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Return the rows of all ranks for the experts of this one.
+
+        Args:
+            rows: [choices, h], sorted by expert.
+
+        Returns:
+            The rows [received, h], sorted by expert and then by rank; the number of rows of each of this rank's
+            experts, on the host; and a function that sends one row for each of them back to its rank.
+        """
+        n, me = self._group.size, self._group.index
+        lengths = uneven.Lengths.of(self._on_host.sum(-1).tolist(), me)
+        received = self._counts.view(n, n, -1)[:, me]
+        expert_of = torch.arange(received.shape[1], device=rows.device).repeat(n)
+        expert_of = expert_of.repeat_interleave(received.flatten(), output_size=sum(lengths.received))
+        order = expert_of.argsort(stable=True)
+        place = inverse(order)
+
+        def back(out: Tensor) -> Tensor:
+            return _Exchange.apply(take_rows(out, place, order.unsqueeze(-1)), lengths.back, self._group)
+
+        rows = _Exchange.apply(rows, lengths, self._group)
+        counts = torch.tensor(self._on_host[:, me].sum(0).tolist())
+        return take_rows(rows, order, place.unsqueeze(-1)), counts, back

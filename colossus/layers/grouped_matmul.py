@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus import torch_versions
+from colossus.comm.host_transfer import send_to
+from colossus.comm.kept_results import read_once
 from colossus.tensor_parallel.dtypes import product_dtype
 
 
@@ -14,7 +16,9 @@ def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]
     """Return the counts for `grouped_product` in its fastest form for such operands: on the host, or on the device."""
     if x.is_meta:  # only operations are counted, which any split has equally many of
         return [len(x), *[0] * (len(weight) - 1)]
-    return counts.to(x.device) if x.is_cuda and is_one_kernel(x, weight) else counts.tolist()
+    if x.is_cuda and is_one_kernel(x, weight):
+        return counts if counts.is_cuda else send_to(x.device, counts)
+    return read_once(counts.tolist)
 
 
 def is_one_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.arithmetic import not_a_multiple
-from colossus.comm.kept_results import products_without_values
+from colossus.comm.kept_results import products_without_values, read_once
 from colossus.construct.initial_values import torch_linear
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
-from colossus.layers.expert_rows import inverse, take_rows, to_experts
+from colossus.layers.expert_rows import ExpertExchange, inverse, take_rows
 from colossus.layers.grouped_matmul import group_sizes, grouped_product
 from colossus.layers.layer import Layer, call
 from colossus.layers.router import Router, count_choices
@@ -121,26 +121,26 @@ def mix(
         drops: a choice may be ``num_experts``, which stands for no expert.
     """
     top_k = choices.shape[-1]
-    counts = count_choices(choices, num_experts + 1)[:num_experts]
+    exchange = ExpertExchange(choices, num_experts, group) if group.size > 1 else None
     # choices sorted by expert, then by token
     order = choices.reshape(-1).argsort(stable=True)
     place = inverse(order)
     if drops:
-        order = order[: num_chosen(counts, len(order))]
+        order = order[: num_chosen(choices, num_experts) if exchange is None else exchange.num_chosen]
         place = place.clamp(max=len(order))
     rows = take_rows(x, order // top_k, place.view(-1, top_k), drops)
-    if group.size > 1:
-        rows, counts, back = to_experts(rows, counts, group)
-        out = back(experts(rows, counts))
+    if exchange is None:
+        out = experts(rows, count_choices(choices, num_experts))
     else:
-        out = experts(rows, counts)
+        rows, counts, back = exchange.to_experts(rows)
+        out = back(experts(rows, counts))
     of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, top_k, x.shape[-1])
     return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
 
 
-def num_chosen(counts: Tensor, num_choices: int) -> int:
-    """Return how many of ``num_choices`` choices have an expert."""
-    return int(counts.sum())
+def num_chosen(choices: Tensor, num_experts: int) -> int:
+    """Return how many choices have an expert."""
+    return read_once(lambda: int((choices < num_experts).sum()))
 
 
 def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:

@@ -154,9 +154,15 @@ class Router(Layer):
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """Return the number of choices of each expert: [num_experts], int64; the host does not wait for it."""
+    """Return the number of choices of each expert: [num_experts], int64; the host does not wait for it.
+
+    Args:
+        experts: the choices; ``num_experts`` stands for no expert.
+        num_experts: number of experts.
+    """
     flat = experts.reshape(-1)
-    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def _wide_product(x: Tensor, weight: nn.Parameter) -> Tensor:

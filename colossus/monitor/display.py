@@ -65,9 +65,9 @@ class Display(Hook):
         self.total, self.first = engine.config.train.steps, engine.completed_steps
         self._began = time.monotonic()
         self.counted = getattr(model_options(engine.config), "counted", self.counted)
-        self._utilisation = Utilisation.of(engine)
         if not self.shown:
             return
+        self._utilisation = Utilisation.of(engine)
         self.show_line("\n".join(self.heading(engine)))
         if self.stream.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn())

@@ -47,13 +47,20 @@ class Utilisation:
             return cls()
         counts_alone = not engine.strategy.exact and context.size("data") > 1
         num_devices = context.world_size // (context.size("data") if counts_alone else 1)
-        return cls(flops_per_token(model.spec()) or 0.0, peak * num_devices)
+        key = repr(model.spec())
+        if key not in _counted:
+            _counted[key] = flops_per_token(model.spec()) or 0.0
+        return cls(_counted[key], peak * num_devices)
 
     def at(self, tokens_per_second: float) -> float | None:
         """Return the utilisation at a speed; None if it is unknown."""
         if self.peak is None or not self.flops_per_token:
             return None
         return tokens_per_second * self.flops_per_token / self.peak
+
+
+#: spec of a model -> its FLOPs, which the rows of metrics and the display ask for
+_counted: dict[str, float] = {}
 
 
 def flops_per_token(model: Mapping[str, Any]) -> float | None:

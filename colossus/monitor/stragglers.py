@@ -98,7 +98,10 @@ class Stragglers(Hook):
 
     def _compare(self, store: dist.Store) -> None:
         """Read the entries of the ranks, and log those that are slow now and were not before."""
-        ranks = [rank for rank in range(self._grid.world_size) if store.check([_key(rank)])]
+        absent = [rank for rank in range(self._grid.world_size) if rank not in self._steps]
+        if absent and not store.check([_key(rank) for rank in absent]):
+            absent = [rank for rank in absent if store.check([_key(rank)])]
+        ranks = sorted((*self._steps, *absent))
         for rank, entry in zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True):
             step, seconds, host = json.loads(entry)
             if step != self._steps.get(rank):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.comm.host_transfer import send_to
 from colossus.layout.layout import Box
 from colossus.optim.logical_tensors import Holders, LogicalTensor, Sums
 from colossus.optim.torch_classes import groups_of
@@ -65,17 +66,31 @@ class Adafactor(torch.optim.Optimizer):
             self._update(group, tensor, grad, *tensor_means)
             for (group, tensor), grad, tensor_means in zip(entries, grads, means, strict=True)
         ]
-        update_squares = self._sums.over_ranks(self._sums.squares(updates)).tolist()
-        for (group, tensor), weight, update, square, update_square in zip(
-            entries, weights, updates, squares.tolist(), update_squares, strict=True
+        update_squares = self._sums.over_ranks(self._sums.squares(updates))
+        scales = self._scales(squares, update_squares)
+        # numbers of a device are not read
+        for (group, tensor), weight, update, scale in zip(
+            entries, weights, updates, scales.tolist() if scales.device.type == "cpu" else scales, strict=True
         ):
             if tensor.parameter.grad is None:
                 continue
-            step, lr = float(self.state[tensor.parameter]["step"]), group["lr"]
-            alpha = max(group["eps"][1], math.sqrt(square / tensor.numel)) * min(lr, 1 / math.sqrt(step))
             if group["weight_decay"]:
-                weight.mul_(1 - lr * group["weight_decay"])
-            weight.add_(update, alpha=-alpha / max(1.0, math.sqrt(update_square / tensor.numel) / group["d"]))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+            if isinstance(scale, Tensor):
+                weight.add_(update.mul_(scale.to(update.device)))
+            else:
+                weight.add_(update, alpha=scale)
+
+    def _scales(self, squares: Tensor, update_squares: Tensor) -> Tensor:
+        """Return the factor of each tensor's update, float64 [tensors], from squares of the weights and the updates."""
+        rows = []
+        for group, tensor in self._entries:
+            step = float(self.state[tensor.parameter].get("step", 1.0))
+            rows.append((tensor.numel, group["eps"][1], min(group["lr"], 1 / math.sqrt(step)), group["d"]))
+        table = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 4)
+        sizes, least, rates, d = send_to(squares.device, table).unbind(1)
+        alphas = torch.maximum(least, (squares / sizes).sqrt()) * rates
+        return -alphas / ((update_squares / sizes).sqrt() / d).clamp(min=1.0)
 
     def _first_sums(self, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
         """Return squares of whole weights, [tensors], and the means of matrices' gradients over rows and columns."""

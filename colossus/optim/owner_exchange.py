@@ -60,7 +60,7 @@ class Exchange:
                 back[owner][rank] += size
                 if rank in senders[k]:
                     to_owners[rank][owner] += size
-        self._to_owners, self._back = (_lengths(table, me) for table in (to_owners, back))
+        self._to_owners, self._back = (uneven.Lengths.of(table, me) for table in (to_owners, back))
 
     def bytes_sent(self, item_bytes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends: parts to owners, and values from this owner.
@@ -135,10 +135,6 @@ def _flat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
 
 def _part(whole: Tensor, box: Box) -> Tensor:
     return whole[tuple(slice(start, stop) for start, stop in box)]
-
-
-def _lengths(table: list[list[int]], me: int) -> uneven.Lengths:
-    return uneven.Lengths(tuple(table[me]), tuple(row[me] for row in table), tuple(map(tuple, table)))
 
 
 def in_buckets(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossus.comm.host_transfer import send_to
 from colossus.optim.logical_tensors import Holders, Sums
 from colossus.optim.torch_classes import groups_of
 
@@ -32,7 +33,8 @@ class _TrustRatio(torch.optim.Optimizer):
 
     def _of_groups(self, option: str) -> Tensor:
         """Return an option of each logical tensor's group, float64 [tensors]."""
-        return self._sums.counts.new_tensor([float(group[option]) for group in self._groups])
+        values = torch.tensor([float(group[option]) for group in self._groups], dtype=torch.float64)
+        return send_to(self._sums.counts.device, values)
 
     def _parts(self, by_parameter: dict[nn.Parameter, Tensor]) -> list[Tensor]:
         """Return this rank's part of each logical tensor from tensors by parameter; empty where there is none."""

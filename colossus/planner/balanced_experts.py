@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.comm.uneven import Lengths
 from colossus.context.groups import AxisGroup
 from colossus.layers import expert_rows, moe, routed_experts
 from colossus.layers.grouped_matmul import is_one_kernel
+from colossus.planner import device_record
 
 
 @contextmanager
@@ -25,8 +26,9 @@ def balanced_experts(*, on_cpu: bool = True) -> Iterator[None]:
     """
     sizes = _group_sizes if on_cpu else _group_sizes_on_gpu
     with ExitStack() as stack:
-        stack.enter_context(patch.object(expert_rows, "agree", _agree))
-        stack.enter_context(patch.object(moe, "num_chosen", lambda counts, num_choices: num_choices))
+        stack.enter_context(patch.object(expert_rows, "gather_counts", _gather_counts))
+        stack.enter_context(patch.object(expert_rows, "arrived", _arrived))
+        stack.enter_context(patch.object(moe, "num_chosen", lambda choices, num_experts: choices.numel()))
         for room in (moe, routed_experts):
             stack.enter_context(patch.object(room, "group_sizes", sizes))
         yield
@@ -36,12 +38,17 @@ def _evenly(number: int, parts: int) -> list[int]:
     return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
 
 
-def _agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Lengths, Tensor]:
-    n, num_local = group.size, len(counts) // group.size
-    collectives.all_gather(torch.zeros(n + len(counts), dtype=torch.int64), group, what="lengths").wait()
-    sent = tuple(_evenly(len(rows), n))
-    lengths = Lengths(sent, (sent[group.index],) * n, (sent,) * n)
-    return lengths, torch.tensor([_evenly(sent[group.index], num_local)] * n)
+def _gather_counts(choices: Tensor, num_experts: int, group: AxisGroup) -> tuple[Tensor, tuple[np.ndarray, int]]:
+    evenly = _evenly(choices.numel(), num_experts)
+    counts = torch.tensor(evenly, device=choices.device)
+    gathered = collectives.all_gather(counts, group, what="lengths").wait().view(group.size, -1)
+    return gathered, (np.array([evenly] * group.size), device_record.num_events())
+
+
+def _arrived(read: tuple[np.ndarray, int]) -> np.ndarray:
+    counts, num_before = read
+    device_record.note_read(num_before)
+    return counts
 
 
 def _group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> list[int]:

@@ -119,6 +119,7 @@ class DevicePlayer:
         for number in range(_ROUNDS):
             vars(played).update(vars(PlayedStep()))
             began = stream
+            ends: list[float] = []
             for index, event in enumerate(events):
                 if isinstance(event, Wait):
                     for call, communicator, place in calls.pop(event.number, ()):
@@ -131,8 +132,9 @@ class DevicePlayer:
                         stream = max(stream, end)
                 elif isinstance(event, Read):
                     played.reads.append(event.site)
-                    played.stalled += max(0.0, stream - host)
-                    host = max(host, stream)
+                    computed = stream if event.num_events is None else ends[event.num_events - 1]
+                    played.stalled += max(0.0, computed - host)
+                    host = max(host, computed)
                 else:
                     host += self._hardware.operator_seconds
                     if isinstance(event, Call):
@@ -143,6 +145,7 @@ class DevicePlayer:
                     elif seconds := self._work.work(event):
                         played.busy += seconds
                         stream = max(host, stream) + seconds
+                ends.append(stream)
             played.seconds = stream - began
 
     def _seconds(self, call: Call) -> float:

@@ -67,9 +67,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A wait of the host for all that the current stream has been given; ``site`` is the line that reads."""
+    """A wait of the host for what the current stream has been given.
+
+    Attributes:
+        site: line that reads.
+        num_events: number of events of the step before the copy that is waited for; None: all.
+    """
 
     site: str
+    num_events: int | None = None
 
 
 DeviceEvent = Product | AttentionCall | Operator | Call | Wait | Read
@@ -90,15 +96,13 @@ class DeviceRecord:
     def recording(self, fake: CountedFakeTensors) -> Iterator[None]:
         """Record what runs under the fake mode inside the context."""
         fake.observer = self._observe
+        _running.append(self)
         try:
             with patch.object(log, "record", self._log):
                 yield
         finally:
+            _running.remove(self)
             fake.observer = None
-
-    def note_read(self) -> None:
-        """Record that the host reads what a device has computed."""
-        self.events.append(Read(_site()))
 
     def _observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -126,6 +130,21 @@ class DeviceRecord:
         self._numbers += 1
         number, self._axes = self._numbers, axes
         return AwaitedEntry(number, operation, axes, lambda: self.events.append(Wait(number, _site())))
+
+
+#: the record that is being made
+_running: list[DeviceRecord] = []
+
+
+def num_events() -> int:
+    """Return the number of events that have been recorded."""
+    return sum(len(record.events) for record in _running)
+
+
+def note_read(num_before: int | None = None) -> None:
+    """Record that the host reads what a device has computed after this number of events, or after all of them."""
+    for record in _running:
+        record.events.append(Read(_site(), num_before))
 
 
 def _site() -> str:

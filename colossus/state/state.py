@@ -21,6 +21,7 @@ from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
 from colossus.checkpoint.weight_sources import Assets, assets_of_model, read_assets
 from colossus.checkpoint.writer import About
+from colossus.comm.host_staging import all_to_host
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
@@ -151,9 +152,11 @@ class State:
                 hook_states.update({name: hook.parameter_state() for name, hook in named_hooks(self.hooks)})
                 if rank == 0:
                     values.update({path: encode(value, path, tensors) for path, value in hook_dicts.items()})
-                is_alone = self._world.size == 1  # no rank to compare with, and no device to wait for
-                named: dict[str, Any] = {name: entry.value for name, entry in buffers.items()}
-                return {name: 0 if is_alone else zlib.crc32(host_bytes(buffer)) for name, buffer in named.items()}
+                if self._world.size == 1:  # no rank to compare with, and no device to wait for
+                    return dict.fromkeys(buffers, 0)
+                own: list[Any] = [entry.value for entry in buffers.values()]
+                on_host = zip(buffers, all_to_host(own), strict=True)
+                return {name: zlib.crc32(host_bytes(buffer)) for name, buffer in on_host}
 
         checksums = gather_on_all_ranks(self._world, prepare)
         if run.strategy.exact and run.context.is_logging_rank:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -110,6 +111,34 @@ def test_made_and_destroyed_many_times(keep_world: bool) -> None:
     once = [2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 2.0, 4.0, 2.0]
     results = run_ranks(4, _many, keep_world, str(free_port()), with_context=False, timeout=30)
     assert results == [[*once, *once, *once[:4]]] * 4
+
+
+def _world_without_backend(rank: int, port: str) -> list[float]:
+    """On ranks of a user's own world, which may have a device."""
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group(rank=rank, world_size=2)  # "cpu:gloo,cuda:nccl" where there are devices
+    assert dist.group.WORLD is not None
+    sums = []
+    for _ in range(2):
+        context = ParallelContext(grid(data=2), rank)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        background = context.background_group("saves", timedelta(seconds=10))
+        assert background.process_group is not dist.group.WORLD
+        assert dist.group.WORLD.bound_device_id is not None
+        dist.group.WORLD.bound_device_id = None
+        total = torch.ones(1)
+        dist.all_reduce(total, group=background.process_group)
+        sums.append(total.item())
+        context.close()
+    dist.destroy_process_group()
+    return sums
+
+
+def test_background_work_has_a_group_of_its_own_in_any_world_of_the_user() -> None:
+    """A communicator that is split off that of the world would need all ranks; gloo cannot be split."""
+    assert run_ranks(2, _world_without_backend, str(free_port()), with_context=False) == [[2.0, 2.0]] * 2
 
 
 def test_the_current_context() -> None:

@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import colossus
 from colossus import layers
+from colossus.comm import collectives
+from colossus.comm.host_transfer import HostRead
+from colossus.config.schema import Parallel
+from colossus.context.grid import build_grid
+from colossus.context.parallel_context import ParallelContext
 from colossus.engine import nonfinite
 from colossus.engine.nonfinite import NonFiniteGradients
-from colossus.gradients.host_transfer import HostRead
 
 STEPS = 5
 ONE_BLOCK = dict(model=dict(num_layers=1))
@@ -171,6 +175,8 @@ ADAGRAD = dict(optimizer=dict(type="Adagrad"))
 #: name -> case, and how often its steps wait, from the second on
 WAITING: dict[str, tuple[Case, list[int]]] = {
     "not fused": ((dict(data=4), "fp32", ADAGRAD), [1] * 4),
+    "adafactor": ((dict(data=4, zero=2), "bf16", dict(optimizer=dict(type="Adafactor"))), [1] * 4),
+    "lamb": ((dict(data=4), "bf16", dict(optimizer=dict(type="LAMB"))), [1] * 4),
     "zero 3 offloaded": ((dict(data=4, zero=dict(stage=3, offload=True)), "bf16", {}), [3] * 4),
     "zero 1 offloaded, fp16": (
         (
@@ -240,6 +246,22 @@ def test_tables_wait_for_their_ids() -> None:
     ids = torch.zeros(4, 3, dtype=torch.int64)
     (found,) = run_fake_ranks(2, own, Tables, dict(data=2), ids)
     assert [files_of(step) for step in found] == [{"sparse/table.py": 6, "data_parallel/strategy.py": 1}] * 4
+
+
+# -- hosts ---------------------------------------------------------------------------------------------------------
+
+
+def meet(rank: int) -> int:
+    """How often the host waits at a barrier, after which ranks look at what others have left in the store."""
+    context = ParallelContext(build_grid(Parallel(data=2)), rank, device="cuda")
+    with Waits(allowed=True) as waits:
+        collectives.barrier(context.group("data"), context.device)
+    context.close()
+    return len(waits.found)
+
+
+def test_a_barrier_holds_the_host() -> None:
+    assert run_fake_ranks(2, meet) == [1]
 
 
 # -- batches of a loop of one's own --------------------------------------------------------------------------------

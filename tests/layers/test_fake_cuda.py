@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
+from colossus.config.schema import Parallel
+from colossus.context.grid import build_grid
 from colossus.context.local_ranks import RanksFailed
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import Precision
+from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 
@@ -127,6 +132,44 @@ def experts(rank: int) -> list[list[str]]:
 
 def test_nothing_waits_for_experts_of_bfloat16() -> None:
     assert run_fake_ranks(1, experts) == [[[], []]]
+
+
+def spread_experts(rank: int, kind: str | None) -> list[str]:
+    """What waits in a step of one layer whose experts are spread over ranks, recomputed or not."""
+    plan = build_grid(Parallel(data=2, expert=2))
+    with ParallelContext(plan, rank, device=CUDA, precision=Precision()) as context:
+        model = colossus.build(lambda: layers.MoE(24, 40, 4, 2, capacity=1.0), context)
+        if kind is not None:
+            checkpoint_module(model, kind, context)
+        with Waits(allowed=True) as waits, torch.autocast("cuda", torch.bfloat16):
+            Waits.begin_step()
+            model(hidden(CUDA)).float().sum().backward()
+        return waits.found
+
+
+@pytest.mark.parametrize("kind", [None, "full", "selective"])
+def test_spread_experts_wait_once_for_the_numbers_of_their_rows(kind: str | None) -> None:
+    """Also those that drop rows; a recomputation does not read the numbers again."""
+    ((wait,),) = run_fake_ranks(2, spread_experts, kind)
+    assert "Event.synchronize" in wait
+
+
+def asserted(rank: int) -> list[str]:
+    """What the device is told to check of ids that are looked up in a split vocabulary, and of labels."""
+    told: list[str] = []
+    with fake_context(rank, MODES["1d"], "fp32") as context:
+        embedding = colossus.build(lambda: layers.Embedding(40, 24), context)
+        head = colossus.build(lambda: layers.LMHead(24, 40), context)
+        with patch.object(torch, "_assert_async", lambda condition, message: told.append(message)), Waits():
+            y = embedding(ids(CUDA))
+            layers.cross_entropy(head(y), ids(CUDA))
+    return told
+
+
+def test_ids_out_of_range_are_found_by_the_device() -> None:
+    """A rank whose part of the vocabulary has none of them would take them for another's: rows of zeros, in silence."""
+    for told in run_fake_ranks(MODES["1d"].world, asserted):
+        assert [message.partition(" are outside")[2] for message in told] == [" the vocabulary 0..39"] * 2
 
 
 # -- what a user's own layer may do wrong ---------------------------------------------------------------------

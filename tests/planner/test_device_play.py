@@ -18,7 +18,7 @@ from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.device_play import DevicePlayer, PlayedStep
-from colossus.planner.device_record import Call, DeviceEvent, DeviceRecord, Read, Wait
+from colossus.planner.device_record import Call, DeviceEvent, DeviceRecord, Read, Wait, note_read
 from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
 from colossus.planner.trace import Operator
 from colossus.tensor_parallel import matmul
@@ -133,12 +133,8 @@ def test_a_wait_before_its_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 class Reads(Waits):
     """Records what waits for the device."""
 
-    def __init__(self, record: DeviceRecord) -> None:
-        super().__init__(allowed=True)
-        self._record = record
-
     def note(self, what: str) -> None:
-        self._record.note_read()
+        note_read()
 
 
 def reads(rank: int, reads_a_number: bool) -> PlayedStep:
@@ -149,7 +145,7 @@ def reads(rank: int, reads_a_number: bool) -> PlayedStep:
     for _ in range(2):
         Waits.begin_step()
         record = DeviceRecord()
-        with Reads(record), record.recording(cast(Any, _get_current_dispatch_mode())):
+        with Reads(allowed=True), record.recording(cast(Any, _get_current_dispatch_mode())):
             engine.train_step(batch)
     engine.close()
     return play(*record.events, hardware=FromDataSheet("h100"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.host_transfer import HostRead
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.connection import connect
@@ -25,7 +26,6 @@ from colossus.data_parallel.servers.server_shards import (
     gradients_of,
     server_shards,
 )
-from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.rpc_client import Handle

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.host_transfer import HostRead
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
