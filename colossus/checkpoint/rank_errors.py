@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
-from colossus.comm.objects import all_gather_object
+from colossus.comm.objects import all_gather_object, await_all
 from colossus.context.groups import AxisGroup
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ def gather_on_all_ranks(
         done.append(work())
     except Exception as raised:
         error, problem = raised, (isinstance(raised, DamagedCheckpoint), in_words(raised), platform.node())
+    await_all(group)
     gathered = all_gather_object((problem, done), group)
     problems = [entry for entry, _ in gathered]
     if not any(problems):

@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.manifest import Chunk, TensorEntry
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader, ReadAt, read_at
-from colossus.comm.objects import all_gather_object
+from colossus.comm.objects import all_gather_object, await_all
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
 
@@ -93,6 +93,7 @@ class CheckpointReader:
         mine = names if group is None else names[group.index :: group.size]
         problems = [problem_of(self.folder / name, self.manifest.files[name].crc32, on_block) for name in mine]
         if group is not None:
+            await_all(group)
             problems = [problem for of_rank in all_gather_object(problems, group) for problem in of_rank]
         if texts := [problem for problem in problems if problem is not None]:
             raise DamagedCheckpoint(f"{self.folder}: {'; '.join(texts)}: take another checkpoint")

@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ from torch import Tensor
 from colossus.checkpoint.durable import BLOCK_BYTES, naming
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk
+from colossus.comm import host_staging
 from colossus.layout.layout import Box
 
 #: bytes after which a file is flushed while it is written. One flush at its end would take long, and a stopping run
 #: that is silent for long is killed.
 FLUSH_BYTES = 1 << 30
+#: bytes of each of two buffers between files and a device
+STAGED_BYTES = 1 << 24
 #: unwanted bytes of a row are skipped if they are as many; fewer are read and dropped
 _LONG_GAP_BYTES = 1 << 15
 
@@ -133,11 +136,45 @@ def read_at(descriptor: int) -> ReadAt:
     return lambda offset, buffer: os.preadv(descriptor, [buffer[: 1 << 30]], offset)
 
 
+class _DeviceStaging:
+    """Two page-locked buffers in turn: one is filled from a file while the other is copied to a device."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._copied: list[Any] = [None, None]
+
+    def next_buffer(self, device: torch.device) -> Tensor:
+        """Return the buffer that was copied before the last one, [`STAGED_BYTES`] uint8, once its copy is over."""
+        if not self._buffers:
+            self._buffers = [host_staging.empty((STAGED_BYTES,), torch.uint8, device) for _ in range(2)]
+        self._buffers.reverse()
+        self._copied.reverse()
+        if self._copied[0] is not None:
+            self._copied[0].synchronize()
+        return self._buffers[0]
+
+    def send(self, part: Tensor, target: Tensor) -> None:
+        """Start to copy a part of the last buffer to a tensor, which may have any strides and another dtype."""
+        target.copy_(part.to(target.device, non_blocking=True))
+        if is_on_device(target):
+            module: Any = torch.get_device_module(target.device)
+            self._copied[0] = module.current_stream(target.device).record_event()
+
+
+def is_on_device(target: Tensor) -> bool:
+    """Return whether files are read to a tensor through page-locked buffers."""
+    return target.device.type not in ("cpu", "meta")
+
+
 class BoxReader:
-    """A reader of boxes of chunks; it needs `BLOCK_BYTES` of memory beside the targets."""
+    """A reader of boxes of chunks. Beside the targets it needs `BLOCK_BYTES` of memory, for devices `STAGED_BYTES` too.
+
+    A device gets one copy of many rows at once, while the next rows are read; the host does not wait for the last.
+    """
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._staging = _DeviceStaging()
 
     def read(self, file: ReadAt, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
         """Read the part of a box that a chunk has into its place in ``out``, which has the shape of the box."""
@@ -148,10 +185,36 @@ class BoxReader:
                 return
             out = out.narrow(dim, first - low, last - first)
             inside.append((first - start, last - start))
+        read = self._read_staged if is_on_device(out) else self._read
         if not inside:  # a scalar, as one row
-            self._read(file, chunk.offset, (1,), [(0, 1)], dtype, out.view(1))
+            read(file, chunk.offset, (1,), [(0, 1)], dtype, out.view(1))
         else:
-            self._read(file, chunk.offset, chunk.size, inside, dtype, out)
+            read(file, chunk.offset, chunk.size, inside, dtype, out)
+
+    def _read_staged(
+        self,
+        file: ReadAt,
+        offset: int,
+        size: Sequence[int],
+        inside: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        target: Tensor,
+    ) -> None:
+        """Do as `_read`, through the page-locked buffers."""
+        (first, last), *inner = inside
+        wanted = dtype.itemsize * math.prod(high - low for low, high in inner)
+        if wanted > STAGED_BYTES:
+            row = dtype.itemsize * math.prod(size[1:])
+            for index in range(first, last):
+                self._read_staged(file, offset + index * row, size[1:], inner, dtype, target[index - first])
+            return
+        for start in range(first, last, STAGED_BYTES // wanted):
+            stop = min(start + STAGED_BYTES // wanted, last)
+            part = target[start - first : stop - first]
+            buffer = self._staging.next_buffer(target.device)
+            staged = buffer[: part.numel() * dtype.itemsize].view(dtype).view(part.shape)
+            self._read(file, offset, size, [(start, stop), *inner], dtype, staged)
+            self._staging.send(staged, part)
 
     def _read(
         self,

@@ -106,13 +106,15 @@ def write(folder: Path, written: list[RankState]) -> None:
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(moves(), st.sampled_from([(1 << 20, 1 << 15), (16, 1 << 15), (64, 4)]))
+@given(moves(), st.sampled_from([(1 << 20, 1 << 15), (16, 1 << 15), (64, 4)]), st.sampled_from([None, 16, 64]))
 def test_every_element_is_written_once_and_read_anywhere(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: tuple[RankGrid, RankGrid, list[Any]],
     sizes: tuple[int, int],
+    staged: int | None,
 ) -> None:
-    """Whatever the block that is read at a time, and the gap that is passed over."""
+    """Whatever the block that is read at a time, the gap that is passed over, and the buffers on the way to a device
+    (None: the targets are on the host)."""
     saved, loaded, held = drawn
     written = states(saved, held, 0)
     for number, (shape, _, _, _) in enumerate(held):
@@ -125,7 +127,13 @@ def test_every_element_is_written_once_and_read_anywhere(
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     write(folder, written)
     block, gap = sizes
-    small = mock.patch.multiple(tensor_file, BLOCK_BYTES=block, _LONG_GAP_BYTES=gap)
+    small = mock.patch.multiple(
+        tensor_file,
+        BLOCK_BYTES=block,
+        _LONG_GAP_BYTES=gap,
+        STAGED_BYTES=staged,
+        is_on_device=lambda target: staged is not None,
+    )
     with small, CheckpointReader(folder) as reader:
         reader.verify()
         assert reader.manifest.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm.objects import all_gather_object, broadcast_object
+from colossus.comm.objects import all_gather_object, await_all, broadcast_object
 from colossus.context.parallel_context import ParallelContext
 
 
@@ -26,3 +27,19 @@ def test_objects_reach_the_ranks_of_the_group_in_its_order() -> None:
         column = rank % 2
         pair = [{"rank": column}, {"rank": column + 2}]
         assert found == (pair, (column + 2, "x"), 2, [rank], rank)
+
+
+def _late(rank: int) -> list[list[int]]:
+    """The second rank takes longer for its part than a collective may."""
+    context, found = ParallelContext(grid(data=2), rank, timeout_seconds=0.4), []
+    for number in range(2):
+        if rank == number:
+            time.sleep(0.8)
+        await_all(context.group("data"))
+        found.append(all_gather_object(rank, context.group("data")))
+    context.close()
+    return found
+
+
+def test_ranks_wait_longer_for_files_than_for_a_collective() -> None:
+    assert run_ranks(2, _late, with_context=False) == [[[0, 1]] * 2] * 2
