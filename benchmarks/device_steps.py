@@ -28,6 +28,7 @@ LLAMA_8B = dict(
     vocab_size=128256, seq_len=8192, tie_embeddings=False,
 )  # fmt: skip
 LLAMA_70B = {**LLAMA_8B, "num_layers": 80, "hidden_size": 8192, "num_heads": 64, "ffn_hidden_size": 28672}
+LLAMA_405B = {**LLAMA_70B, "num_layers": 126, "hidden_size": 16384, "num_heads": 128, "ffn_hidden_size": 53248}
 MIXTRAL = dict(
     type="Llama", num_layers=56, hidden_size=6144, num_heads=48, num_kv_heads=8, ffn_hidden_size=16384,
     experts=dict(num=8, top_k=2), vocab_size=32768, seq_len=4096, tie_embeddings=False,
@@ -90,6 +91,7 @@ CASES: dict[str, Case] = {
     "1F1B 4": Case(dict(pipeline=4), LLAMA_8B, microbatches=8),
     "ZB-H1 4": Case(dict(pipeline=4), LLAMA_8B, microbatches=8, more=dict(schedule=dict(type="zb-h1"))),
     "70B, FSDP 8 x 1D 8, tokens split": Case(dict(data=8, zero=3, tensor=SPLIT), LLAMA_70B, more=FULL),
+    "405B, FSDP 64 x 1D 8, tokens split": Case(dict(data=64, zero=3, tensor=SPLIT), LLAMA_405B, samples=2, more=FULL),
     "Mixtral 8x22B, data 16, experts over 8": Case(dict(data=16, zero=1, expert=8), MIXTRAL),
 }
 
@@ -115,10 +117,10 @@ def play(case: Case, layers: int) -> Row:
 
 
 def of_all_layers(case: Case) -> Row:
-    """Return the row of the whole model from two of fewer layers."""
+    """Return the row of the whole model from two of fewer layers, which are as many as a prefetch reaches."""
     stages = case.parallel.get("pipeline", 1)
     few, more = (play(case, stages * number) for number in (2, 3))
-    times = case.model["num_layers"] / stages - 2
+    times = case.model["num_layers"] / stages - 3
     return Row(*(low + times * (high - low) for low, high in zip(vars(few).values(), vars(more).values(), strict=True)))
 
 

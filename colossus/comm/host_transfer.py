@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,3 +73,25 @@ def send_to(device: torch.device, x: Tensor) -> Tensor:
     if device.type == "cpu" or x.layout is not torch.strided:
         return x.to(device)
     return torch.empty_like(x, pin_memory=True).copy_(x).to(device, non_blocking=True)
+
+
+#: device -> the stream on which tensors of the host travel to it beside its products
+_streams: dict[torch.device, Any] = {}
+
+
+@contextmanager
+def beside_products(device: torch.device) -> Iterator[None]:
+    """Queue what is called inside on a stream of its own, behind what the current stream has been given so far.
+
+    The caller lets the current stream wait for the result. Memory that is allocated inside and used outside has to be
+    told so (``record_stream``). On the CPU nothing changes.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    module: Any = torch.get_device_module(device)
+    if device not in _streams:
+        _streams[device] = module.Stream(device)
+    _streams[device].wait_stream(module.current_stream(device))
+    with module.stream(_streams[device]):
+        yield

@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from colossus.comm import collectives, host_staging, log
 from colossus.comm.autograd import is_recorded
+from colossus.comm.host_transfer import beside_products
 from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
@@ -156,12 +157,27 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def gather_filled(
-    size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: AxisGroup,
+    fill: Fill,
+    take: Take,
+    *,
+    is_from_host: bool = False,
 ) -> Pending:
     """Start an all-gather of a flat tensor of ``size`` elements that ``fill`` writes.
 
     ``wait()`` calls ``take`` with tensors of shape [ranks, size], of all ranks in group order: one of all ranks, or
     through shared memory one of each. Its own result has no meaning.
+
+    Args:
+        size, dtype, device: of the tensor.
+        group: the ranks that take part.
+        fill: writes the tensor.
+        take: reads those of all ranks.
+        is_from_host: ``fill`` copies from the host to a device: the products that the device is given from here on do
+            not wait for the copy.
     """
     x = torch.empty(size, dtype=dtype, device=device)
     channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
@@ -171,8 +187,19 @@ def gather_filled(
             x.shape, dtype, fill, lambda shards: _take(take, [shard.view(1, size) for shard in shards])
         )
         return Pending(start, entry)
-    fill(x)
-    return collectives.all_gather(x, group).then(lambda whole: _take(take, [whole.view(group.size, size)]))
+    if not is_from_host or group.size == 1:
+        fill(x)
+        return collectives.all_gather(x, group).then(lambda whole: _take(take, [whole.view(group.size, size)]))
+    with beside_products(device):
+        fill(x)
+        pending = collectives.all_gather(x, group)
+
+    def take_on_current_stream(whole: Tensor) -> Tensor:
+        if device.type != "cpu":
+            whole.record_stream(torch.get_device_module(device).current_stream(device))
+        return _take(take, [whole.view(group.size, size)])
+
+    return pending.then(take_on_current_stream)
 
 
 def reduce_scatter_filled(

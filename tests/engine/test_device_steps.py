@@ -21,6 +21,7 @@ from colossus.comm.host_transfer import HostRead
 from colossus.config.schema import Parallel
 from colossus.context.grid import build_grid
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.engine import nonfinite
 from colossus.engine.nonfinite import NonFiniteGradients
 
@@ -175,7 +176,6 @@ ADAGRAD = dict(optimizer=dict(type="Adagrad"))
 #: name -> case, and how often its steps wait, from the second on
 WAITING: dict[str, tuple[Case, list[int]]] = {
     "not fused": ((dict(data=4), "fp32", ADAGRAD), [1] * 4),
-    "adafactor": ((dict(data=4, zero=2), "bf16", dict(optimizer=dict(type="Adafactor"))), [1] * 4),
     "lamb": ((dict(data=4), "bf16", dict(optimizer=dict(type="LAMB"))), [1] * 4),
     "zero 3 offloaded": ((dict(data=4, zero=dict(stage=3, offload=True)), "bf16", {}), [3] * 4),
     "zero 1 offloaded, fp16": (
@@ -246,6 +246,28 @@ def test_tables_wait_for_their_ids() -> None:
     ids = torch.zeros(4, 3, dtype=torch.int64)
     (found,) = run_fake_ranks(2, own, Tables, dict(data=2), ids)
     assert [files_of(step) for step in found] == [{"sparse/table.py": 6, "data_parallel/strategy.py": 1}] * 4
+
+
+def filling(rank: int, offload: bool) -> set[bool]:
+    """Whether rows are copied into what is gathered on the stream of the products."""
+    fill, found = FlatRows._fill, set()
+
+    def note_and_fill(self: FlatRows, flat: Tensor) -> None:
+        found.add(torch.cuda.current_stream() is torch.cuda.default_stream())
+        fill(self, flat)
+
+    FlatRows._fill = note_and_fill  # type: ignore[method-assign]
+    engine = colossus.initialize(
+        config_of(dict(data=4, zero=dict(stage=3, offload=offload)), 9, "bf16", device="cuda", **ONE_BLOCK)
+    )
+    engine.train_step(batch_on_device({key: x[: BATCH // 4] for key, x in batch_of(0).items()}))
+    engine.close()
+    return found
+
+
+def test_rows_of_the_host_travel_beside_the_products() -> None:
+    """Behind them, the products of a block would wait for the copies of the next one's rows."""
+    assert [run_fake_ranks(4, filling, offload) for offload in (False, True)] == [[{True}], [{False}]]
 
 
 # -- hosts ---------------------------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from colossus.data_parallel.zero.sharded_block import Place, PlacedParameter
 from colossus.layers import Classifier, Embedding, Linear, LMHead
 from colossus.layers.checkpointing import has_forward
+from colossus.layers.moe import Experts
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layers.routed_experts import RoutedExperts
 
 
 def placed_parameters(model: nn.Module) -> list[PlacedParameter]:
@@ -25,13 +28,20 @@ def placed_parameters(model: nn.Module) -> list[PlacedParameter]:
     ]
 
 
-#: modules whose forward uses ``weight`` and ``bias`` in products only, or returns rows of ``weight``
-_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
+_LINEAR = ("weight", "bias")
+#: forward of a module -> the parameters that it uses in products only, or of which it returns rows
+_PRODUCTS: dict[Callable[..., Any], Sequence[str]] = {
+    **{
+        kind.forward: _LINEAR
+        for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
+    },
+    Experts.forward: ("gate", "up", "down"),
+    RoutedExperts.forward: ("gate_up_proj", "down_proj"),
+}
 
 
 def _is_used_in_product(module: nn.Module, leaf: str) -> bool:
-    forward = type(module).forward
-    return leaf in ("weight", "bias") and any(forward is product.forward for product in _PRODUCTS)
+    return leaf in _PRODUCTS.get(type(module).forward, ())
 
 
 def by_block(

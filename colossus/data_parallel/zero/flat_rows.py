@@ -251,9 +251,8 @@ class FlatRows:
     def start_gather(self) -> Pending:
         """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)
-        return uneven.gather_filled(
-            self.layout.size, self.dtypes.computed, self.device, self.group, self._fill, self._take
-        )
+        of_flat = self.layout.size, self.dtypes.computed, self.device, self.group
+        return uneven.gather_filled(*of_flat, self._fill, self._take, is_from_host=self.offload)
 
     def _fill(self, flat: Tensor) -> None:
         if len(self._rows) == 1:

@@ -122,10 +122,10 @@ class WatchedFakeTensors(FakeTensorMode):
 
 
 def _some_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What it might return: some number, and as many elements as there can be."""
+    """What it might return: zeros for numbers, and as many elements as there can be."""
     x = args[0]
     if func is aten._local_scalar_dense.default:
-        return False if x.dtype is torch.bool else 1.0 if x.is_floating_point() else 0
+        return False if x.dtype is torch.bool else 0.0 if x.is_floating_point() else 0
     if func is aten.equal.default:
         return True
     if func is aten.nonzero.default:
