@@ -17,11 +17,13 @@ from helpers.training import BATCH, SIZES, batch_of, config_of
 from helpers.twins import PlainGPT
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossus
 from colossus.checkpoint import full_state_dict
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import ConfigError, load_config
+from colossus.monitor.hooks import averages
 from colossus.monitor.hooks.averages import EMA, SWA
 from colossus.monitor.hooks.options import EMAOptions
 from colossus.registry import HOOKS
@@ -230,6 +232,31 @@ def updates(rank: int) -> list[list[str]]:
 
 def test_no_update_waits_for_a_device() -> None:
     assert run_fake_ranks(1, updates) == [[[]] * 3]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators of several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "foreach" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0])
+def test_a_device_moves_all_averages_in_few_kernels(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averages, "_MOVED_BYTES", 1600)
+    params = [nn.Parameter(torch.randn(100).to(dtype)) for dtype in (torch.float32, torch.bfloat16) * 6]
+    moved = {param: torch.randn(100) for param in params}
+    wanted = {param: average.lerp(param.detach().float(), weight) for param, average in moved.items()}
+    with Counted() as counted, torch.no_grad():
+        averages._move_on_device(moved, torch.tensor(weight, dtype=torch.float64))
+    assert counted.number == 3 * 4  # four averages of 400 bytes at once
+    for param, average in moved.items():
+        torch.testing.assert_close(average, wanted[param], rtol=0, atol=0 if weight == 1 else 1e-6)
 
 
 @pytest.mark.parametrize(

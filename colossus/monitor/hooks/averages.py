@@ -183,16 +183,42 @@ def _wide(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in LOW else param.dtype
 
 
+#: bytes of averages that move together, with as many bytes of memory
+_MOVED_BYTES = 1 << 27
+
+
 def _move(averages: Mapping[nn.Parameter, Tensor], weight: Tensor) -> None:
     """Move averages towards their parameters by a weight, without waiting for a device that has the weight."""
+    if weight.device.type != "cpu":
+        _move_on_device(averages, weight)
+        return
     wide = [(average, param.detach()) for param, average in averages.items() if average.dtype == param.dtype]
     low = [(average, param.detach()) for param, average in averages.items() if average.dtype != param.dtype]
     # low precision one after the other, so that one cast at a time is in memory
     for pairs in (wide, *([(average, param.to(average.dtype))] for average, param in low)):
         if pairs:
-            old, new = [average for average, _ in pairs], [values for _, values in pairs]
-            is_on_host = weight.device.type == "cpu"
-            torch._foreach_lerp_(old, new, weight.item() if is_on_host else [weight.to(average) for average in old])
+            torch._foreach_lerp_([average for average, _ in pairs], [values for _, values in pairs], weight.item())
+
+
+def _move_on_device(averages: Mapping[nn.Parameter, Tensor], weight: Tensor) -> None:
+    """Do as `_move` in few kernels, whose number does not depend on that of the parameters."""
+    chunks: list[tuple[list[Tensor], list[Tensor]]] = []
+    room = 0
+    for param, average in sorted(averages.items(), key=lambda pair: str((pair[1].device, pair[1].dtype))):
+        begins = not chunks or (chunks[-1][0][0].device, chunks[-1][0][0].dtype) != (average.device, average.dtype)
+        if begins or average.nbytes > room:
+            chunks.append(([], []))
+            room = _MOVED_BYTES
+        chunks[-1][0].append(average)
+        chunks[-1][1].append(param.detach())
+        room -= average.nbytes
+    for olds, news in chunks:
+        share = weight.to(olds[0])
+        added = [torch.empty_like(old) for old in olds]
+        torch._foreach_copy_(added, news)
+        torch._foreach_mul_(added, share)
+        torch._foreach_mul_(olds, 1 - share)
+        torch._foreach_add_(olds, added)
 
 
 @torch.no_grad()
