@@ -170,12 +170,19 @@ HF_FAMILIES = Registry(
     },
 )
 #: formats of folders with weights that are no checkpoints of ours; each recognises its folders
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_source:HuggingFace"})
+WEIGHT_FORMATS = Registry(
+    "format of weights",
+    {
+        "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
+        "hf": "colossus.hf.hf_source:HuggingFace",
+    },
+)
 #: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
     {
         "hf": "colossus.hf.hf_writer:to_hf",
+        "dcp": "colossus.checkpoint.dcp_writer:to_dcp",
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )

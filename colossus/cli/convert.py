@@ -32,12 +32,14 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subcommands of ``colossus checkpoint``."""
     parser = commands.add_parser(
         "convert",
-        help="write weights as a folder of Hugging Face, or such a folder as a checkpoint",
+        help="write weights as a folder of Hugging Face or of torch's DCP, or such a folder as a checkpoint",
         description="Write the weights of SRC in another form, one tensor at a time, in this process, whatever the\n"
         "plan that saved them. DST is a new folder, which appears when it is complete. Optimizer state is not\n"
         "converted.\n\n"
         "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
         "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
+        "  --to dcp       a folder that torch.distributed.checkpoint.load reads, with the names of the plain torch\n"
+        "                 module; all weights are in memory at once\n"
         "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST starts a run from them",
         epilog="exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or DST cannot be written, 130 Ctrl-C\n\n"
         "examples:\n"
@@ -46,7 +48,7 @@ def add_parser(commands: Any) -> None:
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
     parser.add_argument(
-        "src", type=path_argument, metavar="SRC", help=f"{CHECKPOINT}, or a model folder of Hugging Face"
+        "src", type=path_argument, metavar="SRC", help=f"{CHECKPOINT}, or a folder of Hugging Face, or of torch's DCP"
     )
     parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not exist")
     parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form to write")
