@@ -163,8 +163,7 @@ def test_one_process_follows_plain_torch() -> None:
     assert all(value.norm() > 1e-4 for value in wanted.gradients[-1].values())
 
 
-@pytest.mark.rest("zero1", "zero3_1d", "data2", "2d", "sequence2", "1d", "zb-v", "3d_2x1x2")
-@pytest.mark.parametrize("plan", but(("1f1b", "data2_1d", "zero2"), PLANS))
+@pytest.mark.parametrize("plan", but(PLANS.keys() - {"zero3"}, PLANS))
 def test_every_plan_follows_one_process(plan: str) -> None:
     world, more = PLANS[plan]
     for trace, kept in run_ranks(world, train, more, with_context=False):

@@ -118,8 +118,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save
 
 
-@pytest.mark.rest("data")
-@pytest.mark.parametrize("plan", ["data", "zero", *long("tensor", "2d")])
+@pytest.mark.parametrize("plan", ["zero", *long("data", "tensor", "2d")])
 def test_a_save_needs_a_block_or_its_own_copy(saved: Saved, plan: str) -> None:
     """And each byte is written once: replicas share the work."""
     folder, ranks = saved(plan)

@@ -158,8 +158,7 @@ def recurrence(case: str) -> Rounds:
     return Rounds(2, optimizer, clip=clip, **how)
 
 
-@pytest.mark.rest("data2_1d")
-@pytest.mark.parametrize("plan", but(("data2_pipeline2",), PLANS))
+@pytest.mark.parametrize("plan", but(("data2_1d", "data2_pipeline2"), PLANS))
 def test_rounds_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in CASES_OF[plan]}

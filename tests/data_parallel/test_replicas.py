@@ -111,8 +111,7 @@ def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
     return loss
 
 
-@pytest.mark.rest("data")
-@pytest.mark.parametrize("plan", but(("1d", "sequence", "2d"), PLANS))
+@pytest.mark.parametrize("plan", but(("1d", "2d", "data", "sequence"), PLANS))
 def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     world, parallel, travelling = PLANS[plan]
     ranks = run_ranks(world, looks, parallel, "fp64", travelling, with_context=False)

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.laws import assert_parity
 from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.strategies import OwnSGD
-from helpers.training import (
-    Trace,
-    assert_same_numbers,
-    assert_same_run,
-    config_of,
-    run_plan,
-)
+from helpers.training import Trace, config_of, run_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +25,6 @@ from colossus.schedule.executor import StepObserver
 STEPS, BATCH, CLIP = 5, 12, 0.5
 LR, MOMENTUM = 0.05, 0.9
 SGD = dict(type="SGD", lr=LR, momentum=MOMENTUM, weight_decay=0.0)
-EXACT = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 #: ranks, parallel, schedule, microbatches; the head is tied to the embedding, so a pipeline shares it
 PLANS: dict[str, tuple[int, dict[str, Any], str, int]] = {
     "data": (2, dict(data=2), "1f1b", 2),
@@ -64,12 +58,9 @@ def alone() -> Trace:
     return run_plan(1, settings_of({}), STEPS)[0]
 
 
-@pytest.mark.rest("1f1b", "zb-v", "1d", "data")
-@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
+@pytest.mark.parametrize("plan", but(PLANS.keys() - {"zb-h1"}, PLANS))
 def test_an_exact_strategy_of_ones_own_is_the_one_process_run(plan: str) -> None:
-    for trace in train_with(dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), PLANS[plan]):
-        assert_same_run(trace, alone(), **EXACT)
-        assert_same_numbers(trace, alone())
+    assert_parity(train_with(dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), PLANS[plan]), alone(), "fp64")
 
 
 # -- what a store gathers -------------------------------------------------------------------------------------

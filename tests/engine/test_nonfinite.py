@@ -133,8 +133,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place]]] = {
 }
 
 
-@pytest.mark.rest("1d")
-@pytest.mark.parametrize("name", but(("zb-h1",), CASES))
+@pytest.mark.parametrize("name", but(("1d", "zb-h1"), CASES))
 def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places = CASES[name]
     found = run_ranks(world, _skip_and_raise, parallel, kind, places, with_context=False)

@@ -74,8 +74,8 @@ def test_layers() -> None:
     assert run_fake_ranks(1, body, ALL["none"], ["fp32"], CASES, 1) == [{}]
 
 
-@pytest.mark.rest("1d_sequence", "2.5d_depth2")
-@pytest.mark.parametrize("mode", but(ALL.keys() - {"1d_sequence", "2.5d_depth2"}, ALL))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ALL)
 def test_layers_in_modes(mode: str) -> None:
     """Under autocast, in which most is done to a tensor."""
     assert run_fake_ranks(ALL[mode].world, body, ALL[mode], ["bf16"], SOME, 1) == [{}]

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.laws import assert_parity
+from helpers.long import but, long
 from helpers.ranks import RankError, run_ranks
-from helpers.training import (
-    Trace,
-    assert_same_numbers,
-    assert_same_run,
-    config_of,
-    run_plan,
-)
+from helpers.training import Trace, config_of, run_plan
 from torch import Tensor, nn
 
 import colossus
@@ -22,7 +18,6 @@ from colossus import layers
 from colossus.config import ConfigError, load_config
 
 STEPS, TOKENS = 2, 16
-EXACT = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 
 
 def config(parallel: dict[str, Any], steps: int = STEPS, precision: str = "fp64", **more: Any) -> dict[str, Any]:
@@ -43,100 +38,49 @@ def ulysses(size: int) -> dict[str, Any]:
     return dict(size=size, mode="ulysses")
 
 
+#: beside the products of rings and Ulysses of two ranks, which tests/test_parity.py has with all else
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ring 2": (2, dict(sequence=ring(2)), {}),
-    "ring 4": (4, dict(sequence=ring(4)), {}),
     "ulysses 4": (4, dict(sequence=ulysses(4)), {}),
+    "ring 4": (4, dict(sequence=ring(4)), {}),
     "hybrid 4": (4, dict(sequence=dict(size=4, mode="hybrid")), {}),
     "hybrid 8": (8, dict(sequence=dict(size=8, mode="hybrid", ulysses=4)), {}),
     "chosen": (4, dict(sequence=4), {}),
-    "data": (4, dict(sequence=ring(2), data=2), {}),
-    "1d": (4, dict(sequence=ring(2), tensor=2), {}),
-    "1d ulysses": (4, dict(sequence=ulysses(2), tensor=2), {}),
-    "1d sequence sharded": (4, dict(sequence=ring(2), tensor=dict(size=2, sequence_sharded=True)), {}),
-    "pipeline": (4, dict(sequence=ring(2), pipeline=2), dict(schedule=dict(type="1f1b", microbatches=4))),
-    "pipeline zb-v": (4, dict(sequence=ulysses(2), pipeline=2), dict(schedule=dict(type="zb-v", microbatches=4))),
     "2d": (8, dict(sequence=ring(2), tensor=dict(mode="2d", size=4)), {}),
     "2d step": (
         8,
         dict(sequence=ulysses(2), tensor=dict(mode="2d", size=4, weights="step")),
         dict(schedule=dict(microbatches=2)),
     ),
-    "2.5d": (4, dict(sequence=ring(2), tensor=dict(mode="2.5d", size=2, depth=2)), {}),
     "3d": (8, dict(sequence=ring(2), tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
 }
 
 
-#: these run with -m long; 3D runs with documents below
-REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d", "2d step", "3d")
-
-
-@pytest.mark.rest("1d", "2d", "ring 4", "2.5d", "hybrid 4", "pipeline", "1d sequence sharded")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
+@pytest.mark.parametrize("name", but(PLANS.keys() - {"ulysses 4"}, PLANS))
 def test_every_plan_follows_the_one_process_run(name: str) -> None:
     world, parallel, more = PLANS[name]
-    for trace in run_plan(world, config(parallel, **more), STEPS):
-        assert_same_run(trace, alone(), **EXACT)
-        assert_same_numbers(trace, alone())
+    assert_parity(run_plan(world, config(parallel, **more), STEPS), alone(), "fp64")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["ring 4", "1d ulysses"])
-def test_twenty_steps_in_single_precision(name: str) -> None:
+@pytest.mark.parametrize("name", ["hybrid 4", *long("ring 4", "ulysses 4")])
+def test_windows(name: str) -> None:
     world, parallel, more = PLANS[name]
-    for trace in run_plan(world, config(parallel, 20, "fp32", **more), 20):
-        assert_same_run(trace, alone(20, "fp32"), loss=1e-6, norm=1e-5, parameter=1e-4)
+    model = dict(positions="rotary", window=5, global_every=2)
+    assert_parity(run_plan(world, config(parallel, model=model, **more), STEPS), alone(**model), "fp64")
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "rotary": dict(positions="rotary"),
-    "grouped": dict(positions="rotary", num_kv_heads=2, norm="rmsnorm", mlp="swiglu"),
-    "windows": dict(positions="rotary", window=5, global_every=2),
-    "full checkpoint": dict(activation_checkpoint="full"),
-    "selective checkpoint": dict(activation_checkpoint="selective"),
+PADDED = {
+    "pipeline": (4, dict(sequence=ring(2), pipeline=2), dict(schedule=dict(type="1f1b", microbatches=2))),
+    "1d": (4, dict(sequence=ring(2), tensor=2), {}),
+    **{name: PLANS[name] for name in ("ring 4", "2d", "ulysses 4", "hybrid 4")},
 }
 
 
-#: plan -> the models that run by default
-FEW = {
-    "ring 4": ("rotary", "grouped", "full checkpoint"),
-    "ulysses 2": ("grouped", "selective checkpoint", "windows"),
-    "hybrid 4": ("windows",),
-}
-
-
-@pytest.mark.rest("ring 4-grouped", "ring 4-rotary", "ring 4-full checkpoint")
-@pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        pytest.param(plan, name, marks=() if name in few else pytest.mark.long)
-        for plan, few in FEW.items()
-        for name in MODELS
-    ],
-)
-def test_models(name: str, plan: str) -> None:
-    plans = {"ulysses 2": (2, dict(sequence=ulysses(2)), {}), **PLANS}
-    world, parallel, more = plans[plan]
-    for trace in run_plan(world, config(parallel, model=MODELS[name], **more), STEPS):
-        assert_same_run(trace, alone(**MODELS[name]), **EXACT)
-        assert_same_numbers(trace, alone(**MODELS[name]))
-
-
-@pytest.mark.rest("1d")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pipeline",
-        "1d",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("ring 4", "2d", "ulysses 4", "hybrid 4")),
-    ],
-)
+@pytest.mark.parametrize("name", but(PADDED.keys() - {"pipeline"}, PADDED))
 def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
-    world, parallel, more = PLANS[name]
+    world, parallel, more = PADDED[name]
     parallel = {**parallel, "sequence": {**parallel["sequence"], "pad": True}}
-    for trace in run_plan(world, config(parallel, model=dict(seq_len=13), **more), STEPS):
-        assert_same_run(trace, alone(seq_len=13), **EXACT)
-        assert_same_numbers(trace, alone(seq_len=13))
+    traces = run_plan(world, config(parallel, model=dict(seq_len=13), **more), STEPS)
+    assert_parity(traces, alone(seq_len=13), "fp64")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------

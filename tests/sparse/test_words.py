@@ -130,8 +130,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rest("pipeline", "3d")
-@pytest.mark.parametrize("name", but(("2d", "1d", "sequence", "data"), PLANS))
+@pytest.mark.parametrize("name", but(("1d", "2d", "3d", "data", "pipeline", "sequence"), PLANS))
 def test_words_are_learned_as_in_plain_torch(name: str, plain: dict[str, float]) -> None:
     world, plan = PLANS[name]
     for found in run_ranks(world, train, plan, with_context=False):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.laws import assert_parity
 from helpers.modes import Mode
 from helpers.parts import laid_out
 from helpers.ranks import RankError, run_ranks
-from helpers.training import assert_same_numbers, assert_same_run, batch_of, config_of, run_plan, shared_run
+from helpers.training import batch_of, config_of, run_plan, shared_run
 
 import colossus
 from colossus import layers
@@ -27,7 +28,6 @@ from colossus.models.gpt import GPT
 from colossus.sharded_tensor.tensor import plain
 from colossus.tensor_parallel.traffic import matmul_traffic, route_traffic
 
-FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 STEPS = 3
 SIZES = dict(num_layers=2, hidden_size=36, num_heads=6, ffn_hidden_size=24, vocab_size=53, seq_len=12)
 LLAMA = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False)
@@ -66,10 +66,7 @@ def test_few_kv_heads_follow_the_one_process_run(name: str) -> None:
     """Losses, norms, every gradient and weight."""
     world, parallel, kv_heads, options = RUNS[name]
     reference = shared_run(1, _config({}, kv_heads, options), STEPS)[0]
-    traces = run_plan(world, _config(parallel, kv_heads, options), STEPS)
-    for trace in traces:
-        assert_same_run(trace, reference, **FP64)
-        assert_same_numbers(trace, reference)
+    assert_parity(run_plan(world, _config(parallel, kv_heads, options), STEPS), reference, "fp64")
 
 
 def _own_weights(rank: int) -> list[torch.Tensor]:

@@ -77,8 +77,7 @@ def text_of(model: str, length: int) -> str:
 
 
 # the model below runs padded and with tensor ranks
-@pytest.mark.rest("hybrid", "2d")
-@pytest.mark.parametrize("plan", but(("padded", "ulysses_tensor"), PLANS))
+@pytest.mark.parametrize("plan", but(("2d", "hybrid", "padded", "ulysses_tensor"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     length, words = PLANS[plan]
     code, out, err = verify(text_of(GPT, length), *words)

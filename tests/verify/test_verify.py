@@ -98,8 +98,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.rest("selective", "zero", "2d", "3d")
-@pytest.mark.parametrize("plan", but(("data2_tensor2", "full", "zero"), PLANS))
+@pytest.mark.parametrize("plan", but(("2d", "3d", "data2_tensor2", "full", "selective", "zero"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
     assert (code, err) == (0, ""), out
