@@ -35,17 +35,19 @@ class CountedFakeTensors(FakeTensorMode):
     that is read from a fake tensor is 1.
 
     Attributes:
-        live: bytes of the living storages.
+        live: bytes of the living storages, without those that are set aside.
         peak: the most of these bytes since `mark`.
+        aside: bytes of the living storages that are set aside.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.live = self.peak = 0
+        self.live = self.peak = self.aside = 0
         #: called with each operator, its positional and keyword arguments, and its result
         self.observer: Callable[[Any, Any, Any, Any], None] | None = None
-        #: bytes of each living storage, by its key
+        #: bytes of each living storage, by its key, and the keys of those that are set aside
         self._sizes: dict[int, int] = {}
+        self._aside: set[int] = set()
         #: nesting of operators: those that run inside of another, to infer its shapes, allocate nothing
         self._depth = 0
 
@@ -100,7 +102,20 @@ class CountedFakeTensors(FakeTensorMode):
         self.peak = max(self.peak, self.live)
 
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        if key in self._aside:
+            self._aside.discard(key)
+            self.aside -= size
+        else:
+            self.live -= size
+
+    def set_aside(self, tensor: Tensor) -> None:
+        """Count the storage of a living tensor in `aside` from now on, not in `live`."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._sizes and key not in self._aside:
+            self._aside.add(key)
+            self.live -= self._sizes[key]
+            self.aside += self._sizes[key]
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of a storage that was resized: ZeRO frees storages so, and allocates them again."""

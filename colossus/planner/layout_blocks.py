@@ -14,6 +14,23 @@ from colossus.planner.trace import Trace
 Level = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class LastingBytes:
+    """Bytes of a block's weights that tensor parallelism gathers once for all microbatches of a step.
+
+    Attributes:
+        weights: bytes of the gathered weights.
+        gradients: bytes of their gradients, which wait for the last microbatch.
+        largest: bytes of the largest of these gradients.
+        reduced: bytes that are left of these gradients after their reduction.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    largest: int = 0
+    reduced: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class BlockProfile:
     """One block of the model for one microbatch, on one rank. Equal blocks share a profile.
@@ -28,6 +45,7 @@ class BlockProfile:
         levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
         passed: bytes of its output.
         passed_back: bytes of the gradient of its output.
+        lasting: bytes for all microbatches of a step; they are in no bytes above.
     """
 
     forward: Trace
@@ -40,6 +58,7 @@ class BlockProfile:
     levels: tuple[Level, ...]
     passed: int
     passed_back: int
+    lasting: LastingBytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,10 @@ numbers of replicas and pipeline stages do not change its profile, so that plans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,8 @@ from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.layout_blocks import BlockProfile, LayoutProfile, Level
+from colossus.planner.lasting_weights import LastingWeights
+from colossus.planner.layout_blocks import BlockProfile, LastingBytes, LayoutProfile, Level
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
@@ -165,6 +165,7 @@ class _Begun:
     passed_back: int
     #: bytes that are alive at the end of its forward
     live: int
+    lasting: LastingBytes
     backward: Trace = field(default_factory=Trace)
     levels: list[Level] = field(default_factory=list)
     #: number of all deferred weight gradients at the end of its backward
@@ -194,6 +195,7 @@ class _MicrobatchRun:
         self._loss_fn, self._context, self._fake, self._split = loss_of(model, None), context, fake, split_backward
         self._parallel = model_parallel_of(context)
         self._recorder = TraceRecorder(context)
+        self._weights = LastingWeights(self._parallel.weights, self._recorder, fake)
         model.train()
         context.rng.move_to(0, 0)
 
@@ -204,7 +206,7 @@ class _MicrobatchRun:
         self._levels = BackwardLevels(fake, self._recorder)
         deferral = self._parallel.weights.deferral
         mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
-        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._in_a_step(), mode:
+        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._weights.in_a_step(), mode:
             loss = self._forward(runs)
             self._levels.begin(self._begun[-1].live)
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
@@ -216,40 +218,18 @@ class _MicrobatchRun:
         profiles = iter([
             BlockProfile(
                 b.forward, b.backward, wgrad, b.deferred if self._split else None, tuple(b.wgrad_levels), b.saved,
-                b.forward_peak, tuple(b.levels), b.passed, b.passed_back,
+                b.forward_peak, tuple(b.levels), b.passed, b.passed_back, b.lasting,
             )
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
         return [[next(profiles) for _ in run.shown] for run in runs]
-
-    @contextmanager
-    def _in_a_step(self) -> Iterator[None]:
-        """Run the microbatch as the last of its step: weights are gathered and gradients reduced, once per step."""
-        weights, recorder = self._parallel.weights, self._recorder
-        if weights.scope != "step":
-            yield
-            return
-        gather, reduce = weights.gather, weights.reduce
-
-        def once(move: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
-                with recorder.once():
-                    return move(*args)
-
-            return call
-
-        weights.begin_step()
-        weights.set_last_microbatch()
-        with patch.object(weights, "gather", once(gather)), patch.object(weights, "reduce", once(reduce)):
-            yield
-        weights.end_step()
 
     def _forward(self, runs: Sequence[BlockRun]) -> Tensor:
         fake, calls = self._fake, [call for run in runs for call in run.shown]
         own = self._inputs.local(self._batch.microbatches[0])
         with self._context.precision.autocast(self._context.device):
             value = self._inputs.mark_tokens(model_input(own), self._batch.microbatches[0])
-            live = fake.mark()
+            live, aside = fake.mark(), fake.aside
             self._recorder.take()
             for number, call in enumerate(calls):
                 value = self._first(call, value, own) if number == 0 else call(value)
@@ -259,9 +239,9 @@ class _MicrobatchRun:
                 else:
                     labels, _ = self._inputs.for_loss(value, own, self._batch.microbatches[0])
                     value = self._loss_fn(value, labels)[0]
-                saved, peak = fake.live - live, fake.peak - live
-                live = fake.mark()
-                self._begun.append(_Begun(self._recorder.take(), saved, peak, passed, back, live))
+                saved, peak, lasting = fake.live - live, fake.peak - live, LastingBytes(fake.aside - aside)
+                live, aside = fake.mark(), fake.aside
+                self._begun.append(_Begun(self._recorder.take(), saved, peak, passed, back, live, lasting))
         return value
 
     def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
@@ -279,6 +259,7 @@ class _MicrobatchRun:
         block = self._begun[number]
         block.backward, block.tasks = self._recorder.take(), len(self._tasks)
         block.levels = self._levels.take()
+        block.lasting = replace(self._weights.take(), weights=block.lasting.weights)
         deferred = sum(behind.deferred for behind in self._begun[number + 1 :])
         if self._split:
             block.deferred = max(0, self._levels.live - (block.live - block.saved) - deferred)
@@ -297,5 +278,6 @@ class _MicrobatchRun:
                 self._levels.begin(self._levels.live)
                 deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
                 block.wgrad_levels = self._levels.take()
+                block.lasting = replace(self._weights.take(), weights=block.lasting.weights)
                 traces.append(self._recorder.take())
         return traces

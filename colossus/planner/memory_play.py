@@ -68,6 +68,9 @@ class MemoryPlay:
         #: forwards of each block that wait for their backward
         self._awaited: Counter[int] = Counter()
         self._whole: set[int] = set()
+        #: blocks whose weights stay whole for the step, and those whose whole gradients wait for the last microbatch
+        self._lasting: set[int] = set()
+        self._waiting: set[int] = set()
         self._ahead: BlockGather | None = None
         self._reducing: deque[Reduction] = deque()
         self._summed: set[int] = set()
@@ -89,6 +92,7 @@ class MemoryPlay:
             elif action.kind == "backward_weight":
                 self._backward_weight(action)
             elif action.kind == "reduce":
+                self._free_lasting(action.stage)
                 for reduction in self._last[action.stage, None]:
                     self._start(reduction)
         self._finish()
@@ -103,6 +107,9 @@ class MemoryPlay:
             if self._gather(number):
                 self._start_gather(other for other in numbers if other > number)
             block = self._blocks[number]
+            if number not in self._lasting:
+                self._lasting.add(number)
+                self._gathered += block.lasting.weights
             self._touch(self._times * block.forward_peak)
             self._activations += self._times * block.saved
             if number >= self._first_trained:
@@ -163,12 +170,21 @@ class MemoryPlay:
         is_last = self._last_use[action.stage] == action
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
+        made, lasting = self._traffic.made[number], self._blocks[number].lasting
+        late = min(made, lasting.reduced)
+        if adds and not is_last and number not in self._waiting:
+            self._waiting.add(number)
+            self._gradients += lasting.gradients
+        alone = lasting.largest if is_last and number not in self._waiting else 0
         #: later microbatches add to the gradients that stay
-        new = reduced + (self._traffic.made[number] if is_first else 0)
+        new = reduced + (made - late if is_first else 0) + (late if is_last else 0)
         for activations, gradients in levels:
-            self._touch(self._times * (activations - self._tied_in_profile[number]) + min(gradients, new))
+            self._touch(self._times * (activations - self._tied_in_profile[number]) + min(gradients, new) + alone)
         if adds:
             self._gradients += self._tied[number] + new
+            if is_last and number in self._waiting:
+                self._waiting.discard(number)
+                self._gradients -= lasting.gradients
             for reduction in self._last[action.stage, number] if is_last else ():
                 self._start(reduction)
 
@@ -206,6 +222,12 @@ class MemoryPlay:
         if number in self._whole:
             self._whole.discard(number)
             self._gathered -= self._gathers[number].whole
+
+    def _free_lasting(self, stage: int) -> None:
+        """Free the weights of a stage that stayed whole for all microbatches."""
+        for number in self._lasting.intersection(self._rank.blocks_of(stage)):
+            self._lasting.discard(number)
+            self._gathered -= self._blocks[number].lasting.weights
 
     def _leave(self, number: int, *, reduces: bool) -> None:
         """End the backward of a block: reduce its gradients, and free its weights."""

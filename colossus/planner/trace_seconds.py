@@ -130,14 +130,15 @@ class TracePlayer:
 def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -> float:
     """Return the seconds of the gradient norm and the optimizer's step.
 
-    State and gradients are read and written through memory, and each parameter starts `_UPDATE_OPERATORS` operators.
+    State, weights and gradients are read and written through memory, gradients twice: for the norm, and for the update.
+    Weights have as many bytes as gradients. Each parameter starts `_UPDATE_OPERATORS` operators.
 
     Args:
         hardware: speed of the device.
         stored: bytes that the rank stores.
         parameters: number of its parameters.
     """
-    moved = 2.0 * (stored.optimizer + 2.0 * stored.gradients_between)
+    moved = 2.0 * (stored.optimizer + 3.0 * stored.gradients_between)
     return hardware.memory_seconds(moved) + hardware.eager_seconds(0.0, round(_UPDATE_OPERATORS * parameters))
 
 

@@ -115,6 +115,16 @@ REAL_SIZES: dict[str, dict[str, Any]] = {
         LLAMA_405B, layers=4, samples=8, recompute="full", data=4, zero=1,
         tensor=dict(mode="2.5d", size=32, depth=2),
     ),
+    "405b 2d for a step": run_of(
+        LLAMA_405B, layers=8, samples=2, recompute="full", microbatches=8, data=2, pipeline=4, zero=1,
+        tensor=dict(mode="2d", size=4, weights="step"),
+    ),
+    "70b 3d for a step": run_of(
+        LLAMA_70B, layers=6, samples=4, microbatches=3, data=2, tensor=dict(mode="3d", size=8, weights="step")
+    ),
+    "8b weights cast for a step": run_of(
+        LLAMA_8B, layers=8, microbatches=4, data=2, pipeline=2, tensor=dict(size=8, weights="step")
+    ),
     "70b 3d": run_of(LLAMA_70B, layers=4, samples=4, data=4, zero=1, tensor=dict(mode="3d", size=8)),
     "8b ring": run_of(LLAMA_8B, layers=8, recompute="full", seq_len=32768, data=2, zero=3, sequence=8),
     # pipelines
