@@ -104,11 +104,12 @@ class Estimator:
         """
         split = splits_backward(config) if split_backward is None else split_backward
         is_sharded = PlanAxes(config).stores_apart
-        key = layout_key(config), split, is_sharded
+        layout = layout_config(config, is_sharded=is_sharded)
+        key = layout_key(layout), split, is_sharded
         if key not in self._profiles:
             try:
                 self._other = profile_layout(
-                    layout_config(config), split_backward=split, is_sharded=is_sharded,
+                    layout, split_backward=split, is_sharded=is_sharded,
                     on_cpu=not self.hardware.overlaps, other=self._other,
                 )  # fmt: skip
                 self._profiles[key] = self._other

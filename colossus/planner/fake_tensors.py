@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types as python_types
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from colossus.sequence_parallel import ring_attention
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
+#: without the wrapper that enters and leaves torch._dynamo at each operator
+_DISPATCH = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
 #: fused updates: they only work in place, and some of them do not support fake tensors
 _UPDATES = tuple(
     getattr(getattr(aten, name), overload)
@@ -79,7 +82,7 @@ class CountedFakeTensors(FakeTensorMode):
         self._depth += 1
         try:
             with torch._C.DisableTorchFunction():
-                out = super().__torch_dispatch__(func, types, args, kwargs)
+                out = _DISPATCH(self, func, types, args, kwargs)
         finally:
             self._depth -= 1
         if self.observer is not None and not self._depth:

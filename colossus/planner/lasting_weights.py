@@ -64,6 +64,9 @@ class LastingWeights:
         return gathered
 
     def _reduce_once(self, weight: Tensor, gradient: Tensor, *args: Any) -> Pending | None:
+        if id(weight) not in self._weights._gathered:
+            return self._reduce(weight, gradient, *args)
+
         def reduce_aside(weight: Tensor, total: Tensor, *args: Any) -> Pending:
             if total is not gradient:
                 self._fake.set_aside(total)

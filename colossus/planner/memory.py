@@ -38,9 +38,10 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
         ConfigError: see `colossus.planner.layout_profile.profile_layout` and
             `colossus.planner.plan_stages.stages_of`.
     """
+    is_sharded = PlanAxes(config).stores_apart
+    layout = layout_config(config, is_sharded=is_sharded)
     profile = profile_layout(
-        layout_config(config), split_backward=splits_backward(config), is_sharded=PlanAxes(config).stores_apart,
-        on_cpu=on_cpu,
+        layout, split_backward=splits_backward(config), is_sharded=is_sharded, on_cpu=on_cpu
     )  # fmt: skip
     ranks = [plan_rank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile)]
     return memory_of(config, profile, ranks)

@@ -30,13 +30,23 @@ def layout_key(config: Config) -> tuple[Any, ...]:
     )
 
 
-def layout_config(config: Config) -> Config:
-    """Return a config of the smallest plan with the same layout."""
+def layout_config(config: Config, *, is_sharded: bool) -> Config:
+    """Return a config of the smallest plan with the same layout.
+
+    Args:
+        config: the config.
+        is_sharded: whether the plan stores parameters apart from those that compute sees. These are then in the dtype
+            of products: 1D neither moves nor casts them, and their scope is no part of the layout.
+    """
     parallel = config.parallel
+    tensor = parallel.tensor
+    if is_sharded and tensor.mode == "1d":
+        tensor = tensor.model_copy(update={"weights": "matmul"})
     data = expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size)  # experts need so many
     small = parallel.model_copy(
         update={
             "data": data,
+            "tensor": tensor,
             "pipeline": parallel.pipeline.model_copy(update={"size": 1}),
             "zero": type(parallel.zero)(),
             "strategy": StrategySection(),

@@ -28,4 +28,4 @@ class Samples(Dataset[Any]):
 
 def resolved_with_layout(config: dict[str, Any], world: int) -> tuple[Config, LayoutProfile]:
     resolved = load_config({"data": Samples(config["model"]), **config}, nproc=world)
-    return resolved, profile_layout(layout_config(resolved))
+    return resolved, profile_layout(layout_config(resolved, is_sharded=False))

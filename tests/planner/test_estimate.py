@@ -18,7 +18,7 @@ from colossus.planner import estimate as estimates
 from colossus.planner.candidates import plans
 from colossus.planner.estimate import Estimator
 from colossus.planner.layout_profile import profile_layout
-from colossus.planner.model_layouts import layouts
+from colossus.planner.model_layouts import SCOPES, layouts
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.score import score
 from colossus.planner.search import search
@@ -44,6 +44,26 @@ def test_flops_are_those_that_utilisation_counts(model: dict[str, Any]) -> None:
     assert expected is not None
     assert estimate.flops == pytest.approx(expected * estimate.tokens)
     assert estimate.tokens == 16 * model["seq_len"]
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_plans_that_differ_in_the_scope_of_rows_share_a_recording(recompute: str) -> None:
+    """Under ZeRO 1D neither moves nor casts weights: the recordings of all scopes are one."""
+    recorded = []
+    for scope in SCOPES:
+        tensor = dict(size=4, sequence_sharded=True, weights=scope)
+        train = dict(precision="bf16", activation_checkpoint=recompute)
+        blocks = profile_layout(_config(parallel=dict(tensor=tensor), train=train), is_sharded=True).blocks
+        recorded.append(
+            [{**vars(block), "forward": vars(block.forward), "backward": vars(block.backward)} for block in blocks]
+        )
+    assert recorded[0] == recorded[1] == recorded[2]
+    estimator = Estimator(H100)
+    profiles = {
+        id(estimator.profile(_config(parallel=dict(data=2, zero=3, tensor=dict(size=2, weights=scope)))))
+        for scope in SCOPES
+    }
+    assert len(profiles) == 1
 
 
 def test_a_gpu_multiplies_all_experts_at_once() -> None:
