@@ -118,7 +118,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         dict(schedule=dict(type="zb-h1", microbatches=2)),
     ),
 }
-SHORT = ("zb-v", "1d")
+SHORT = ("1d",)
 
 
 def run(recompute: Any, plan: dict[str, Any], more: dict[str, Any], model: Any = None, loss: Any = None) -> list[Any]:

@@ -75,7 +75,7 @@ def run_of(
 
 TOKENS_SPLIT = dict(size=8, sequence_sharded=True)
 #: by default, and the others
-SOME = ("8b hsdp", "70b 1d fsdp")
+SOME = ("70b 1d fsdp",)
 REAL_SIZES: dict[str, dict[str, Any]] = {
     # FSDP and ZeRO
     "70b fsdp": run_of(LLAMA_70B, layers=8, recompute="full", data=64, zero=3),
