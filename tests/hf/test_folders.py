@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
         _tensors(lambda t: t.update({WPE: t[WPE].to(torch.int8)})),
         r"wpe.weight has dtype int8: weights are float64",
     ),
-    "another model": (_config(model_type="mamba"), r"model_type = 'mamba': colossus reads gpt2, llama, .*vit"),
+    "another model": (_config(model_type="mamba"), r"model_type = 'mamba': colossus reads .*gpt2, llama, .*vit"),
     "no model": (_config(model_type=None), r"model_type = None"),
     "quantised": (
         _config(quantization_config={"bits": 4}),
