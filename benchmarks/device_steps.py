@@ -119,7 +119,7 @@ def play(case: Case, layers: int) -> Row:
 def of_all_layers(case: Case) -> Row:
     """Return the row of the whole model from two of fewer layers, which are as many as a prefetch reaches."""
     stages = case.parallel.get("pipeline", 1)
-    few, more = (play(case, stages * number) for number in (2, 3))
+    few, more = (play(case, stages * number) for number in (3, 4))
     times = case.model["num_layers"] / stages - 3
     return Row(*(low + times * (high - low) for low, high in zip(vars(few).values(), vars(more).values(), strict=True)))
 
