@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from colossus.comm import shared_memory
 from colossus.planner.collective import Collective
@@ -11,8 +12,7 @@ from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_axes import PlanAxes
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(NamedTuple):
     """A gradient that ranks sum.
 
     Attributes:

@@ -12,6 +12,7 @@ Other keys stay as in the config. So does a schedule class or a data-parallel st
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -114,6 +115,41 @@ def plans(
                     overrides = (*parallel_changes, *_schedule_changes(config.schedule, schedule), *train_changes)
                     candidates.append(Candidate(planned.model_copy(update={"schedule": schedule}), overrides))
     return candidates
+
+
+def representatives(fixed: FixedKeys, devices: int, layout: ModelLayout, *, hosts: int = 1) -> list[Config]:
+    """Return a plan of a layout for each pipeline size, with the smallest microbatches, and ZeRO 1 if it is free.
+
+    Args:
+        fixed: the config and the keys that every plan has.
+        devices: ranks of a plan.
+        layout: the layout.
+        hosts: hosts that share the devices evenly.
+    """
+    options, strategy = model_options(fixed.config), strategy_options(fixed.config)
+    train = fixed.config.train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
+    configs = []
+    for parallel in _with_pipelines(fixed, devices, layout):
+        counts = _microbatches(fixed, parallel, options)
+        schedules = _schedules(fixed, parallel.pipeline, getattr(options, "num_blocks", None))
+        if not counts or not schedules or not experts_fit(parallel.data or 1, parallel.sequence.size, layout.expert):
+            continue
+        forms = itertools.islice(_with_zero(fixed, parallel, strategy, devices // hosts), 2)
+        plan = min(forms, key=lambda form: abs(form.zero.stage - 1), default=None)
+        if plan is not None:
+            schedule = schedules[0].model_copy(update={"microbatches": counts[-1]})
+            update = {"parallel": plan, "schedule": schedule, "train": train}
+            configs.append(fixed.config.model_copy(update=update))
+    return configs
+
+
+def fully_sharded(fixed: FixedKeys, config: Config) -> Config:
+    """Return the plan with ZeRO 3 over all data ranks where it may: none of its size needs less."""
+    parallel = config.parallel
+    zero = parallel.zero.model_copy(update={"stage": 3, "shard": None})
+    if (parallel.data or 1) * parallel.sequence.size == 1 or not fixed.allows("parallel.zero", zero):
+        return config
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"zero": zero})})
 
 
 def _with_pipelines(fixed: FixedKeys, devices: int, layout: ModelLayout) -> Iterator[Parallel]:

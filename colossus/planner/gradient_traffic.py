@@ -233,7 +233,11 @@ class _Composer:
     def _trained(self) -> list[tuple[ParameterFacts, int]]:
         """Return the parameters of the rank that get a gradient, in the order of the model, each with its stage."""
         trained = [param for param in self.units.every if param.kind.is_trainable]
-        return [(param, self._stage_of([param])) for param in trained]
+        #: stages by blocks: those of a layer's parameters are the same
+        stages = {param.blocks: 0 for param in trained}
+        for blocks in stages:
+            stages[blocks] = max(self._stages.stages_with(blocks), key=self._stages.order.index)
+        return [(param, stages[param.blocks]) for param in trained]
 
     def _gradient(self, param: ParameterFacts, stage: int) -> Gradient:
         is_cut = self._is_zero and param.name in self._cut

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from colossus.arithmetic import divisors
-from colossus.config import Config, model_options
-from colossus.planner.model_layouts import ModelLayout, experts_fit
-from colossus.registry import TENSOR_MODES
+from colossus.planner.model_layouts import ModelLayout
 
 #: the most ranks of a sequence in the first layouts: the profile of a ring takes as many steps
 _FEW = 4
@@ -78,40 +75,3 @@ def neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[Mo
 def _is_near(one: ModelLayout, other: ModelLayout) -> bool:
     pairs = [(one.tensor.size, other.tensor.size), (one.sequence.size, other.sequence.size), (one.expert, other.expert)]
     return all(a <= 2 * b and b <= 2 * a for a, b in pairs)
-
-
-def representatives(config: Config, devices: int, layout: ModelLayout) -> list[Config]:
-    """Return a plan of a layout for each pipeline size that divides, with the smallest microbatches, and ZeRO 1."""
-    parallel, train, tensor = config.parallel, config.train, layout.tensor
-    ways = 1
-    if tensor.size > 1:
-        mode = TENSOR_MODES.get(tensor.mode)
-        ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
-    train_section = train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
-    configs = []
-    most = getattr(model_options(config), "num_blocks", devices)
-    for stages in divisors(devices // layout.ranks):
-        if stages > most:
-            break
-        data = devices // layout.ranks // stages
-        count, rest = divmod(train.global_batch_size, data * ways)
-        if rest or not count:
-            continue
-        zero = parallel.zero.model_copy(update={"stage": 1 if data > 1 else 0, "shard": None})
-        pipeline = parallel.pipeline.model_copy(update={"size": stages})
-        expert = parallel.expert.model_copy(update={"size": layout.expert})
-        update = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": layout.sequence, "expert": expert}
-        schedule = type(config.schedule)(microbatches=count)
-        plan = parallel.model_copy(update={**update, "zero": zero})
-        if experts_fit(data, layout.sequence.size, layout.expert):
-            configs.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": train_section}))
-    return configs
-
-
-def fully_sharded(config: Config) -> Config:
-    """Return the plan with ZeRO 3 over all data ranks, if it has several: none of its size needs less."""
-    parallel = config.parallel
-    if (parallel.data or 1) * parallel.sequence.size == 1:
-        return config
-    zero = parallel.zero.model_copy(update={"stage": 3, "shard": None})
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"zero": zero})})

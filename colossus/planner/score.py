@@ -15,9 +15,10 @@ from functools import lru_cache
 from typing import Any
 
 from colossus.config import Config
+from colossus.planner.gradient_traffic import PlanRank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
-from colossus.planner.rank_memory import PlanMemory
+from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.time_split import block_seconds
@@ -32,7 +33,7 @@ class Score:
 
     Attributes:
         seconds: approximate seconds of a step.
-        memory: memory of the scored ranks.
+        memory: memory of the scored ranks, up to the first that does not fit.
     """
 
     seconds: float
@@ -52,10 +53,14 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
     Raises:
         ValueError: the schedule or the split does not fit the model.
     """
-    ranks = ranks_for(player, config, profile, _some_ranks(config, profile, block_seconds(profile, player)))
-    memory = memory_of(config, profile, ranks, times=times, exact=False)
-    if memory.fullest.total > most:
-        return Score(float("inf"), memory)
+    ranks: list[PlanRank] = []
+    memories: list[RankMemory] = []
+    for stages in _some_ranks(config, profile, block_seconds(profile, player)):
+        ranks += ranks_for(player, config, profile, [stages])
+        memories += memory_of(config, profile, ranks[-1:], times=times, exact=False).ranks
+        if memories[-1].total > most:
+            return Score(float("inf"), PlanMemory(tuple(memories)))
+    memory = PlanMemory(tuple(memories))
     lines = [RankTimeline(profile, rank, player) for rank in ranks]
     parameters = len(profile.facts.parameters) / config.parallel.pipeline.size
     update = max(update_seconds(player.hardware, rank.stored, parameters) for rank in memory.ranks)
@@ -110,7 +115,7 @@ def _of_last_microbatch(stages: RankStages) -> list[Action]:
 
 
 def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:
-    """Return the first and the last pipeline rank, and those whose blocks take longest and save most."""
+    """Return the pipeline rank whose blocks save most, the first, the last, and the one whose blocks take longest."""
     schedule, size = config.schedule, config.parallel.pipeline.size
     few = min(schedule.microbatches, 2 * size)
     actions, rank_of, in_flight = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
@@ -121,7 +126,7 @@ def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Seque
         seconds[rank] += sum(seconds_of_blocks[blocks])
         saved[rank] += in_flight[rank] * sum(block.saved for block in profile.blocks[blocks])
     slowest, fullest = (max(range(size), key=values.__getitem__) for values in (seconds, saved))
-    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, slowest, fullest, size - 1})]
+    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in dict.fromkeys((fullest, 0, size - 1, slowest))]
 
 
 @lru_cache(maxsize=1024)

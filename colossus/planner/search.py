@@ -19,11 +19,11 @@ from colossus.arithmetic import counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
-from colossus.planner.candidates import Candidate, plans
+from colossus.planner.candidates import Candidate, fully_sharded, plans, representatives
 from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
-from colossus.planner.layout_order import first_of_each_kind, fully_sharded, neighbours, recomputed, representatives
+from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed
 from colossus.planner.layout_scores import LayoutScores
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, are_alike
@@ -191,8 +191,8 @@ class _Search:
     def _likely(self, layout: ModelLayout) -> float:
         """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
         if layout not in self._likely_of:
-            rough = representatives(self._config, self._devices, layout)
-            least = [self._form.memory(fully_sharded(config)) for config in rough]
+            rough = representatives(self._fixed, self._devices, layout, hosts=self._hosts)
+            least = [self._form.memory(fully_sharded(self._fixed, config)) for config in rough]
             most = _FULL * self._memory
             fitting = [config for config, size in zip(rough, least, strict=True) if size <= most]
             self._likely_of[layout] = min(map(self._form.seconds, fitting), default=float("inf") if rough else 0.0)

@@ -13,7 +13,7 @@ import pytest
 
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.context.grid import build_grid
-from colossus.planner.candidates import Candidate, plans
+from colossus.planner.candidates import Candidate, plans, representatives
 from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.model_layouts import layouts
 
@@ -178,6 +178,16 @@ def test_what_is_kept_stays() -> None:
     expected = {key_of(plan.config) for plan in every(config, 8) if is_kept(plan.config)}
     assert expected
     assert {key_of(plan.config) for plan in every(config, 8, keep=keep)} == expected
+
+
+@pytest.mark.parametrize("keep", [{}, dict(zero=3, schedule=dict(type="zb-h1")), dict(pipeline=2)])
+def test_layouts_are_ordered_by_plans_that_are_among_theirs(keep: dict[str, Any]) -> None:
+    fixed = FixedKeys.of(load_config(dict(model=GPT, train=dict(global_batch_size=8))), keep)
+    for layout in layouts(fixed.config, 8, hosts=2, keep=keep)[::7]:
+        own = {key_of(plan.config) for plan in plans(fixed.config, 8, layout, hosts=2, keep=keep)}
+        few = [key_of(plan) for plan in representatives(fixed, 8, layout, hosts=2)]
+        assert set(few) <= own
+        assert bool(few) == bool(own)
 
 
 def test_a_wrong_keep_is_told_in_words() -> None:
