@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -27,10 +27,11 @@ class BackwardLevels:
     Args:
         fake: counts the bytes.
         recorder: records the operators.
+        summed: ids of the parameters whose gradients are added up before they get here.
     """
 
-    def __init__(self, fake: CountedFakeTensors, recorder: TraceRecorder) -> None:
-        self._fake, self._recorder = fake, recorder
+    def __init__(self, fake: CountedFakeTensors, recorder: TraceRecorder, summed: Container[int]) -> None:
+        self._fake, self._recorder, self._summed = fake, recorder, summed
         self._base = self._made = self._made_before = 0
         self._levels: list[Level] = []
         self._counted: set[int] = set()
@@ -82,7 +83,8 @@ class BackwardLevels:
         nbytes = local_shape(param).numel() * gradient_dtype(param).itemsize
         self._end_level()
         self._made += nbytes
-        self._recorder.record(Accumulation(3.0 * nbytes, "add_"))
+        if id(param) not in self._summed:
+            self._recorder.record(Accumulation(3.0 * nbytes, "add_"))
 
     def _end_level(self) -> None:
         self._levels.append((max(0, self._fake.peak - self._base - self._made), self._made - self._made_before))

@@ -14,6 +14,7 @@ from colossus.comm.pending import Pending
 from colossus.layout.split_parameter import local_shape
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.layout_blocks import LastingBytes
+from colossus.planner.trace import Accumulation
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.tensor_parallel import gathered_weights
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -34,7 +35,8 @@ class LastingWeights:
         self._weights, self._recorder, self._fake = weights, recorder, fake
         self._gather, self._reduce = weights.gather, weights.reduce
         self._bytes = LastingBytes()
-        self._summed: set[int] = set()
+        #: ids of the weights whose gradients are added up whole
+        self.summed: set[int] = set()
 
     def take(self) -> LastingBytes:
         """Return the bytes of gradients since the last call. The bytes of weights are those that are set aside."""
@@ -72,13 +74,15 @@ class LastingWeights:
                 self._fake.set_aside(total)
             return reduce_wgrad(weight, total, *args)
 
-        if id(weight) not in self._summed:
-            self._summed.add(id(weight))
+        if id(weight) not in self.summed:
+            self.summed.add(id(weight))
             width, own = gradient_dtype(weight).itemsize, self._bytes
             whole, part = gradient.numel() * width, local_shape(weight).numel() * width
             self._bytes = replace(
                 own, gradients=own.gradients + whole, largest=max(own.largest, whole), reduced=own.reduced + part
             )
+        added = gradient.nbytes + 2.0 * gradient.numel() * gradient_dtype(weight).itemsize
+        self._recorder.record(Accumulation(added, "add_"))
         peak = self._fake.peak
         with self._recorder.once(), patch.object(gathered_weights, "reduce_wgrad", reduce_aside):
             pending = self._reduce(weight, gradient, *args)

@@ -203,7 +203,7 @@ class _MicrobatchRun:
         """Run the microbatch, and return the profiles of the executed blocks of each run."""
         fake = self._fake
         self._begun: list[_Begun] = []
-        self._levels = BackwardLevels(fake, self._recorder)
+        self._levels = BackwardLevels(fake, self._recorder, self._weights.summed)
         deferral = self._parallel.weights.deferral
         mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
         with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._weights.in_a_step(), mode:
