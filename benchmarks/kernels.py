@@ -26,6 +26,7 @@ from benchmarks.timing import compare
 from colossus.context.groups import AxisGroup
 from colossus.engine.optimizers import torch_optimizer
 from colossus.sequence_parallel import ring_attention
+from colossus.sequence_parallel.mask import CAUSAL
 from colossus.sequence_parallel.modes import zigzag_order
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -86,7 +87,7 @@ class OneProcessRing:
             group = AxisGroup(("sequence",), tuple(range(self.num_ranks)), rank, None)
             with patch.object(ring_attention, "rotate", self._rotate(rank, shares)):
                 q, k, v = (x.detach().requires_grad_() for x in self.inputs[rank])
-                out = ring_attention.ring_attention(q, k, v, group, causal=True, documents=self.documents[rank])
+                out = ring_attention.ring_attention(q, k, v, group, mask=CAUSAL, documents=self.documents[rank])
                 out.backward(self.dout[rank])
             results.append([out.detach(), q.grad, k.grad, v.grad])
         for result, (dk, dv) in zip(results, shares, strict=True):

@@ -20,6 +20,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring_attention
 from colossus.sequence_parallel.attend import attend
+from colossus.sequence_parallel.mask import CAUSAL
 from colossus.sequence_parallel.modes import Hybrid
 
 
@@ -76,7 +77,7 @@ class AttentionCase:
         if self.groups is None:
             grouped = self.shape.heads != self.shape.kv_heads
             return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=grouped)
-        return attend(self.q, self.k, self.v, *self.groups, causal=True)
+        return attend(self.q, self.k, self.v, *self.groups, mask=CAUSAL)
 
     def step(self, index: int = 0) -> tuple[float, float]:
         self.q.grad = self.k.grad = self.v.grad = None

@@ -293,13 +293,21 @@ STRATEGY_OPTIONS = Registry(
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
-NORMS = Registry("norm", {"layernorm": "colossus.layers.norm:LayerNorm", "rmsnorm": "colossus.layers.norm:RMSNorm"})
+NORMS = Registry(
+    "norm",
+    {
+        "layernorm": "colossus.layers.norm:LayerNorm",
+        "rmsnorm": "colossus.layers.norm:RMSNorm",
+        "zero_centered_rmsnorm": "colossus.layers.norm:ZeroCenteredRMSNorm",
+    },
+)
 MLPS = Registry(
     "MLP",
     {
         "gelu": "colossus.layers.block:MLP",
         "gelu_tanh": "colossus.layers.block:TanhMLP",
         "swiglu": "colossus.layers.block:GatedMLP",
+        "geglu_tanh": "colossus.layers.block:TanhGatedMLP",
     },
 )
 #: hooks of `colossus.monitor.hooks`, each with its file there; `colossus.monitor.hooks.options` has their options

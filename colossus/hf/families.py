@@ -39,9 +39,7 @@ def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 def write_rope(options: Any) -> dict[str, Any]:
     """Return the keys beside ``rope_theta`` that transformers 4 and 5 read."""
-    ours, scaling = options.rotary_scaling, None
-    if ours is not None:
-        scaling = ours.model_dump(include={"rope_type", "factor"} if ours.rope_type == "linear" else None)
+    scaling = None if options.rotary_scaling is None else options.rotary_scaling.keys
     return {
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": options.rotary_base, **(scaling or {"rope_type": "default"})},
@@ -74,7 +72,7 @@ class Llama(Family):
         Key("rope_theta", "rotary_base", 10000.0),
     )
     fixed: ClassVar[Mapping[str, Any]] = dict(
-        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, global_every=None, latent=None
+        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, chunk=None, latent=None
     )  # fmt: skip
     #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
@@ -158,6 +156,7 @@ class Mistral(Llama):
         Key("sliding_window", "window"),
     )
     fixed = {name: value for name, value in Llama.fixed.items() if name != "window"} | {"bias": False}
+    derived = ("attention_pattern",)
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         defaults = {"sliding_window": 4096, "num_key_value_heads": 8}
@@ -193,7 +192,7 @@ class GPT2(Family):
         Key("tie_word_embeddings", "tie_embeddings", True),
     )
     required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False, window=None, global_every=None)
+    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False, window=None, chunk=None)
     derived = ("num_kv_heads", "head_dim")
     #: older versions saved their causal masks
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")

@@ -15,7 +15,7 @@ _FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
     "latent": None,
-    "global_every": None,
+    "chunk": None,
     "experts.shared": None,
     "experts.score": "softmax",
     "experts.scale": 1.0,
@@ -68,6 +68,7 @@ class Mixtral(Llama):
     )
     required = dict(router_jitter_noise=0.0)
     fixed = {**_FIXED, "qk_norm": False, "experts.norm_topk": True, "experts.every": 1}
+    derived = ("attention_pattern",)
 
     def differences(self, options: Any) -> list[str]:
         differences, experts = super().differences(options), options.experts

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from colossus.layers.moe import MoE as MoE
     from colossus.layers.norm import LayerNorm as LayerNorm
     from colossus.layers.norm import RMSNorm as RMSNorm
+    from colossus.layers.norm import ZeroCenteredRMSNorm as ZeroCenteredRMSNorm
     from colossus.layers.patch import ClassToken as ClassToken
     from colossus.layers.patch import PatchEmbedding as PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock as PipelineBlock
     from colossus.layers.pipeline_block import run_blocks as run_blocks
     from colossus.layers.samples import gather_samples as gather_samples
     from colossus.layers.samples import mean_over_samples as mean_over_samples
+    from colossus.sequence_parallel.mask import Mask as Mask
     from colossus.sharded_tensor.regions import local as local
     from colossus.sharded_tensor.regions import to_whole as to_whole
     from colossus.sharded_tensor.tensor import ShardedTensor as ShardedTensor
@@ -59,10 +61,11 @@ _MODULES = {
     "loss": ("accuracy", "cross_entropy"),
     "model_parallel": ("to_residual",),
     "moe": ("MoE",),
-    "norm": ("LayerNorm", "RMSNorm"),
+    "norm": ("LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"),
     "patch": ("ClassToken", "PatchEmbedding"),
     "pipeline_block": ("PipelineBlock", "run_blocks"),
     "samples": ("gather_samples", "mean_over_samples"),
+    ".sequence_parallel.mask": ("Mask",),
     ".sharded_tensor.regions": ("local", "to_whole"),
     ".sharded_tensor.tensor": ("ShardedTensor",),
     ".sparse.embedding_bag": ("EmbeddingBag",),

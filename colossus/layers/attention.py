@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm.kept_results import kept, products_without_values
+from colossus.construct.initial_values import Constant
 from colossus.error_place import located_error
+from colossus.layers.attention_weights import attend_by_weights, both, same_document
 from colossus.layers.block_options import RotaryScaling, default_norm_eps
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
-from colossus.layers.kv_cache import KeyValueCache, past_tokens
+from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
-from colossus.layers.norm import RMSNorm
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
+from colossus.registry import NORMS
 from colossus.sequence_parallel.attend import attend
-from colossus.sequence_parallel.tiles import TILE
+from colossus.sequence_parallel.mask import CAUSAL, FULL, Mask
+from colossus.sequence_parallel.tiles import TILE, visible
 from colossus.sharded_tensor.placement import Place, Placement, local_mask, placement_of
 from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import plain, wrap
@@ -53,18 +57,23 @@ class Attention(Layer):
 
     Args:
         head_dim: features of a head, by default hidden_size / num_heads.
-        window: a token attends to itself and the ``window - 1`` tokens before it (2310.06825, Mistral); only
-            with ``causal``. By default all tokens before it.
-        qk_norm: RMSNorm of each query and key over its head_dim, with a weight [head_dim] each, before their rotation
-            (2302.05442; as in Qwen3).
+        mask: what a token attends to, by positions: ``Mask.full()``, ``Mask.window(4095)`` (2310.06825, Mistral), and
+            others; by default itself and all tokens before it.
+        scale: of the scores, by default head_dim ** -0.5.
+        soft_cap: the bound of the scores, soft_cap * tanh(score / soft_cap) (2408.00118, Gemma 2).
+        sinks: a learned score of each head beside those of the keys, whose value is zero: ``sinks`` [heads] (gpt-oss).
+        qk_norm: a norm of each query and key over its head_dim, with a weight [head_dim] each, before their rotation
+            (2302.05442; as in Qwen3): a name in `colossus.registry.NORMS`; True is ``rmsnorm``.
         norm_eps: epsilon of these norms, by default 1e-6.
         rotary: rotate queries and keys by their positions (2104.09864).
         rotary_base: 10000 in Llama 2, 500000 in Llama 3.
-        rotary_scaling: scaling in Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
+        rotary_fraction: the part of a head's features that is rotated, the first ones (GPT-NeoX).
+        rotary_scaling: scaling in Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say;
+            see `colossus.layers.block_options.RotaryScaling`.
 
     Raises:
         ValueError: heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads, or
-            key/value heads and ranks do not divide either way; a window that is not causal.
+            key/value heads and ranks do not divide either way.
     """
 
     def __init__(
@@ -75,13 +84,16 @@ class Attention(Layer):
         bias: bool = True,
         *,
         head_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
         dropout: float = 0.0,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         norm_eps: float | None = None,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         init: Initializer | None = None,
         out_init: Initializer | None = None,
@@ -99,11 +111,8 @@ class Attention(Layer):
             if size.name == "num_kv_heads" and kv < size.ways:
                 raise located_error(f"Attention: {uneven_kv_heads(kv, size.ranks)}")
             raise located_error(f"Attention: {size}; a head cannot be split")
-        if window is not None and (not causal or operator.index(window) < 1):
-            why = "must be at least 1" if causal else "needs causal=True: a token sees itself and those before it"
-            raise located_error(f"Attention: window = {window} {why}")
-        self.head_dim, self.window = head_dim or hidden_size // num_heads, window
-        self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
+        self.head_dim, self.mask = head_dim or hidden_size // num_heads, mask
+        self.num_heads, self.num_kv_heads = num_heads, kv
         width = num_heads * self.head_dim
         sizes = {"query": width, "key": kv * self.head_dim, "value": kv * self.head_dim}
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
@@ -114,11 +123,14 @@ class Attention(Layer):
             self.qkv = Linear(hidden_size, sizes, bias, split="column", **inits)
         self.out = Linear(width, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
         eps = default_norm_eps("rmsnorm") if norm_eps is None else norm_eps
-        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps, dtype=dtype) if qk_norm else None for _ in range(2))
+        norm = NORMS.get("rmsnorm" if qk_norm is True else qk_norm) if qk_norm else lambda *_, **__: None
+        self.q_norm, self.k_norm = (norm(self.head_dim, eps, dtype=dtype) for _ in range(2))
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)
-        self.rotary = Rotary(self.head_dim, rotary_base, rotary_scaling) if rotary else None
+        rotated = int(self.head_dim * rotary_fraction)
+        self.rotary = Rotary(rotated, rotary_base, rotary_scaling) if rotary else None
         self.dropout: nn.Module = Dropout(dropout)
+        self._make_scores(scale, soft_cap, sinks, dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if x.dim() < 3:
@@ -151,7 +163,7 @@ class Attention(Layer):
         if documents is not None:
             documents = self._local_documents(local(documents), inner)
         if (cache := self._cache(mask, documents)) is not None:
-            return cache.attend(self, query, key, value, self.window)
+            return cache.attend(self, query, key, value, self.mask, **self._score_options())
         if self.parallel.sequence is not None:
             return self._attend_over_sequence_ranks(query, key, value, mask, documents)
         return self._attend(query, key, value, self._local_mask(mask, batch), documents, inner)
@@ -159,11 +171,12 @@ class Attention(Layer):
     def _cache(self, mask: Tensor | None, documents: Tensor | None) -> KeyValueCache | None:
         """Return the cache of a model that decodes, or None."""
         cache = self.parallel.batch_info.cache
-        is_plain = mask is None and documents is None and self.causal and self.parallel.sequence is None
+        is_plain = mask is None and documents is None and self.mask.is_causal and self.parallel.sequence is None
         if cache is not None and not is_plain:
             raise located_error(
-                f"{self.title}: with a key/value cache each token attends to all tokens before it, so a mask, "
-                f"documents, causal=False and parallel.sequence do not work: call the model with whole sequences"
+                f"{self.title}: with a key/value cache a token attends to tokens before it, so a tensor as a mask, "
+                f"documents, masks that are not causal and parallel.sequence do not work: call the model with whole "
+                f"sequences"
             )
         return cache
 
@@ -176,6 +189,12 @@ class Attention(Layer):
             )
         cache = self.parallel.batch_info.cache
         return self.rotary.cos_sin(query, self._positions(query), 0 if cache is None else cache.num_tokens)
+
+    def _make_scores(self, scale: float | None, soft_cap: float | None, sinks: bool, dtype: torch.dtype | None) -> None:
+        self.scale, self.soft_cap, inner = scale, soft_cap, self.parallel.regions.inner
+        layout, shape = Layout((inner.features,)), {"": (self.num_heads,)}
+        self.sinks = self.make_parameter(shape, layout, Constant(0.0), dtype=dtype) if sinks else None
+        self.decide_gradients(self.sinks, inner)
 
     def _only_exchanges_product(self) -> bool:
         """Return whether nothing saves queries, keys and values before an exchange of heads (Ulysses)."""
@@ -229,14 +248,14 @@ class Attention(Layer):
                 f"the sequences of this batch have {num_tokens}: tokens of a tensor of another length are not split. "
                 f"F.scaled_dot_product_attention can take it as keys and values"
             )
-        if not self.causal and num_tokens is not None and num_tokens < total:
+        if not self.mask.is_causal and num_tokens is not None and num_tokens < total:
             # padding is a document of its own; a causal query never attends to it
             if documents is None:
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         query, key, value = map(to_product_dtype, (query, key, value))
         groups = sequence.ring, sequence.ulysses
-        return attend(query, key, value, *groups, causal=self.causal, documents=documents, window=self.window)
+        return attend(query, key, value, *groups, mask=self.mask, documents=documents, **self._score_options())
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Return [.., tokens, heads * head_dim] as this rank's heads [.., heads, tokens, head_dim], each normed."""
@@ -271,47 +290,31 @@ class Attention(Layer):
     ) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads
         tokens, rate = query.shape[-2], self._dropout_rate()
-        window = self.window if self.window is not None and self.window < tokens else None
-        in_tiles = window is not None or (documents is not None and tokens > TILE)
+        own, options = self.mask.within(tokens), self._score_options()
+        is_plain = self.soft_cap is None and self.sinks is None
+        in_tiles = own not in (CAUSAL, FULL) or (documents is not None and tokens > TILE) or not is_plain
         if in_tiles and mask is None and rate == 0.0:
             one_rank = self.context.group(())
             query, key, value = map(to_product_dtype, (query, key, value))
-            return attend(query, key, value, one_rank, one_rank, causal=self.causal, documents=documents, window=window)
+            return attend(query, key, value, one_rank, one_rank, mask=own, documents=documents, **options)
         if documents is not None:
-            mask = _same_document(documents, mask)
-        if self.causal and (mask is not None or window is not None):
-            past = past_tokens(tokens, tokens, window, query.device)
-            mask = _both(past, mask)
-        causal = self.causal and mask is None
-        if rate == 0.0 or not isinstance(self.dropout, Dropout):
-            return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
-        return self._attend_dropping(self.dropout, query, key, value, mask, inner)
+            mask = both(same_document(documents), mask)
+        causal = own == CAUSAL and mask is None
+        dropout = self.dropout if rate > 0.0 and isinstance(self.dropout, Dropout) else None
+        if own != FULL and (dropout is not None or not is_plain or not causal):
+            positions = torch.arange(tokens, device=query.device)
+            mask = both(visible(own, positions, positions), mask)
+        if dropout is not None or not is_plain:
+            heads = (("features", Place(query.dim() - 3)),) if inner.features else ()
+            placement = Placement(self.parallel, inner, inner, heads)
+            drop = None if dropout is None else partial(dropout.drop, placement=placement)
+            return attend_by_weights(query, key, value, mask, drop, **options)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, rate, is_causal=causal, scale=self.scale, enable_gqa=grouped
+        )
 
-    def _attend_dropping(
-        self, dropout: Dropout, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation
-    ) -> Tensor:
-        """Return attention with dropped weights, as `Dropout` drops them; torch's kernel would draw its own mask.
-
-        The weights [batch, heads, tokens, tokens] are kept for backward.
-        """
-        if mask is None and self.causal:
-            mask = past_tokens(query.shape[-2], key.shape[-2], None, query.device)
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
-        if mask is not None:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        weights = torch.ops.aten._safe_softmax(scores, -1)  # 0 for a query that may attend to nothing
-        heads = (("features", Place(weights.dim() - 3)),) if inner.features else ()
-        return dropout.drop(weights, Placement(self.parallel, inner, inner, heads)) @ value
-
-
-def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:
-    """Return [batch, 1, tokens, tokens], True where query and key share a document, combined with another mask."""
-    return _both((documents[:, :, None] == documents[:, None, :])[:, None], mask)
-
-
-def _both(sees: Tensor, mask: Tensor | None) -> Tensor:
-    """Return a mask that is True, or what another mask adds to the scores, where ``sees`` is True."""
-    if mask is None:
-        return sees
-    return sees & mask if mask.dtype == torch.bool else mask.masked_fill(~sees, float("-inf"))
+    def _score_options(self) -> dict[str, Any]:
+        """Return the options of the scores beside the mask, with the sinks of this rank's heads."""
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
+            sinks = None if self.sinks is None else self.sinks.view(-1)
+        return dict(scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
-from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
+from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
 from colossus.layers.latent_attention import LatentAttention
@@ -82,8 +82,18 @@ class GatedMLP(MLP):
         return F.silu(gate) * value
 
 
+class TanhGatedMLP(GatedMLP):
+    """GeGLU (2002.05202) with the tanh approximation of gelu, as in Gemma: down(gelu(gate(x)) * up(x))."""
+
+    kind = "geglu_tanh"
+
+    def _activation(self, up: Any) -> Tensor:
+        gate, value = up
+        return F.gelu(gate, approximate="tanh") * value
+
+
 class TransformerBlock(Layer):
-    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """A block of attention and MLP: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Input and output [batch, tokens, hidden_size]; the output has the layout of the input. A plain tensor gives a plain
     tensor; between ``to_residual`` and ``to_whole`` activations stay split by the mode.
@@ -93,9 +103,11 @@ class TransformerBlock(Layer):
             multiple of 64.
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
         experts: arguments of the `MoE` that replaces the MLP.
+        norm_place: norms ``before`` attention and MLP; ``after`` them, x + norm(attention(x)) (OLMo 2); or ``both``
+            (Gemma).
         latent: sizes of the `LatentAttention` that replaces the `Attention`.
         norm_eps: epsilon of all norms; by default 1e-5 for ``layernorm`` and 1e-6 for ``rmsnorm``.
-        head_dim, window, qk_norm, rotary, rotary_base, rotary_scaling: see `Attention`.
+        attention: further arguments of `Attention` or `LatentAttention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
             attention and collectives, recompute the rest); ``train.activation_checkpoint`` sets it for any model.
     """
@@ -107,47 +119,42 @@ class TransformerBlock(Layer):
         num_kv_heads: int | None = None,
         ffn_size: int | None = None,
         *,
-        head_dim: int | None = None,
         bias: bool = True,
-        causal: bool = True,
-        window: int | None = None,
         norm: str = "layernorm",
+        norm_place: str = "before",
         norm_eps: float | None = None,
         mlp: str = "gelu",
         experts: Mapping[str, Any] | None = None,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
-        qk_norm: bool = False,
-        rotary: bool = False,
-        rotary_base: float = 10000.0,
-        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         latent: Mapping[str, Any] | None = None,
         activation_checkpoint: str = "none",
         init: Initializer | None = None,
         out_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
-        self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
-        same: dict[str, Any] = dict(
-            causal=causal, window=window, dropout=attention_dropout, rotary_base=rotary_base,
-            rotary_scaling=rotary_scaling, bias=bias, **inits,
-        )  # fmt: skip
+
+        def make(place: str) -> nn.Module | None:
+            return make_norm(norm, hidden_size, bias, norm_eps) if norm_place in (place, "both") else None
+
+        self.attention_norm = make("before")
+        attention |= inits | {"bias": bias, "dropout": attention_dropout}
         self.attention = (
-            LatentAttention(hidden_size, num_heads, **same, **latent)
+            LatentAttention(hidden_size, num_heads, **attention, **latent)
             if latent is not None
-            else Attention(
-                hidden_size, num_heads, num_kv_heads,
-                head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, rotary=rotary, **same,
-            )
-        )  # fmt: skip
-        self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
+            else Attention(hidden_size, num_heads, num_kv_heads, norm_eps=norm_eps, **attention)
+        )
+        self.attention_out_norm = make("after")
+        self.mlp_norm = make("before")
         self.mlp: nn.Module
         if experts is None:
             self.mlp = MLPS.get(mlp)(hidden_size, ffn_size, bias, **inits)
         else:
             self.mlp = MoE(hidden_size, init=init, out_init=out_init, **experts)
+        self.mlp_out_norm = make("after")
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
         if activation_checkpoint != "none":
@@ -158,16 +165,22 @@ class TransformerBlock(Layer):
         if torch.compiler.is_compiling():
             placement = placement_of(x)
             x = wrap(plain_of_graph(x), placement)
-        normal = call(self.attention_norm, x, self.parallel)
+        normal = self._normed(self.attention_norm, x)
         attended = call(self.attention, normal, self.parallel, mask=mask, documents=documents)
+        attended = self._normed(self.attention_out_norm, attended)
         x = x + call(self.attention_dropout, attended, self.parallel)
-        out = call(self.mlp, call(self.mlp_norm, x, self.parallel), self.parallel)
+        out = call(self.mlp, self._normed(self.mlp_norm, x), self.parallel)
+        out = self._normed(self.mlp_out_norm, out)
         y: Tensor = x + call(self.mlp_dropout, out, self.parallel)
+        return y
+
+    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        y: Tensor = x if norm is None else call(norm, x, self.parallel)
         return y
 
 
 def make_norm(norm: str, hidden_size: int, bias: bool, eps: float | None = None) -> nn.Module:
     """Return a norm of `colossus.registry.NORMS` over the features; RMSNorm has no bias."""
-    options = {} if norm == "rmsnorm" else {"bias": bias}
+    options = {} if norm.endswith("rmsnorm") else {"bias": bias}
     module: nn.Module = NORMS.get(norm)(hidden_size, default_norm_eps(norm) if eps is None else eps, **options)
     return module

@@ -12,17 +12,17 @@ from colossus.arithmetic import round_up
 
 def default_norm_eps(norm: str) -> float:
     """Return the epsilon of a norm of `colossus.registry.NORMS`."""
-    return 1e-6 if norm == "rmsnorm" else 1e-5
+    return 1e-6 if norm.endswith("rmsnorm") else 1e-5
 
 
 def default_ffn_size(mlp: str, hidden_size: int) -> int:
     """Return the features between the two matmuls of an MLP of `colossus.registry.MLPS`.
 
-    It is four times ``hidden_size``. The three matrices of SwiGLU at 8/3 of it cost as much as two at four times
+    It is four times ``hidden_size``. The three matrices of gated ones at 8/3 of it cost as much as two at four times
     (2002.05202); the result is rounded up to a multiple of 64. It depends only on the model: fitted to the tensor
     ranks, another plan would be another model.
     """
-    return round_up(-(-8 * hidden_size // 3), 64) if mlp == "swiglu" else 4 * hidden_size
+    return round_up(-(-8 * hidden_size // 3), 64) if mlp in ("swiglu", "geglu_tanh") else 4 * hidden_size
 
 
 class ExpertsOptions(BaseModel):
@@ -123,12 +123,25 @@ class LatentOptions(BaseModel):
         return self.kv_rank + self.rope_dim
 
 
-class RotaryScaling(BaseModel):
-    """The scaling of rotary frequencies in Llama 3.1 (2407.21783), with the keys of Hugging Face's ``rope_scaling``.
+#: the keys of each kind of scaling of rotary frequencies, beside its factor
+_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
+        "mscale_all_dim",
+    ),
+}  # fmt: skip
 
-    Frequencies with fewer than ``low_freq_factor`` turns over the original length are divided by ``factor``, those with
-    more than ``high_freq_factor`` turns do not change, and between them the change is gradual. ``rope_type="linear"``
-    (2306.15595) divides all frequencies by ``factor``, and has no other keys.
+
+class RotaryScaling(BaseModel):
+    """The scaling of rotary frequencies for longer sequences, with the keys of Hugging Face's ``rope_scaling``.
+
+    All kinds divide frequencies by ``factor``: ``linear`` (2306.15595) all of them. ``llama3`` (2407.21783) divides
+    those with fewer than ``low_freq_factor`` turns over the original length and none with more than
+    ``high_freq_factor``, ``yarn`` (2309.00071) those with fewer than ``beta_slow`` and none with more than
+    ``beta_fast``; between them the change is gradual, in llama3 by the turns, in yarn by the number of the pair. Under
+    yarn queries and keys are multiplied, too: by ``attention_factor``, which by default is 0.1 ln(factor) + 1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -136,27 +149,65 @@ class RotaryScaling(BaseModel):
     factor: Annotated[float, Field(ge=1)]
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    beta_fast: Annotated[float, Field(gt=0)] = 32.0
+    #: yarn's first and last pair of those that change gradually are rounded to whole numbers
+    truncate: bool = True
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    #: weights of ln(factor) in numerator and denominator of the default attention factor (DeepSeek-V2)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     original_max_position_embeddings: Annotated[int, Field(ge=1)] = 8192
-    rope_type: Literal["llama3", "linear"] = "llama3"
+    rope_type: Literal["llama3", "linear", "yarn"] = "llama3"
 
     @model_validator(mode="after")
-    def _in_order(self) -> RotaryScaling:
-        if self.rope_type == "linear":
-            fields = type(self).model_fields
-            others = [key for key in fields if key not in ("factor", "rope_type")]
-            if unused := [key for key in others if getattr(self, key) != fields[key].default]:
-                raise ValueError(f"{', '.join(unused)}: rope_type = 'linear' takes only a factor")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}"
-            )
+    def _has_its_keys(self) -> RotaryScaling:
+        own = ("factor", "rope_type", *_SCALING_KEYS[self.rope_type])
+        others = {name: field for name, field in type(self).model_fields.items() if name not in own}
+        if unused := [name for name, field in others.items() if getattr(self, name) != field.default]:
+            raise ValueError(f"{', '.join(unused)}: rope_type = {self.rope_type!r} takes only {', '.join(own)}")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(f"{low} = {getattr(self, low)} is not below {high} = {getattr(self, high)}")
         return self
 
-    def scale(self, frequency: float) -> float:
-        """Return the scaled frequency of a frequency, in radians per token."""
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The values of the keys that its kind has, without those that are None."""
+        keys = {"rope_type", "factor", *_SCALING_KEYS[self.rope_type]}
+        return self.model_dump(include=keys, exclude_none=True)
+
+    def frequencies(self, base: float, dim: int) -> list[float]:
+        """Return the scaled frequency of each of the dim / 2 pairs, in radians per token."""
+        plain = [base ** (-i / dim) for i in range(0, dim, 2)]
+        unscaled = [self._unscaled_share(base, dim, pair) for pair in range(dim // 2)]
+        return [f * (share + (1 - share) / self.factor) for f, share in zip(plain, unscaled, strict=True)]
+
+    def _unscaled_share(self, base: float, dim: int, pair: int) -> float:
         if self.rope_type == "linear":
-            return frequency / self.factor
-        turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
-        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        unscaled = min(1.0, max(0.0, unscaled))
-        return frequency * (unscaled + (1 - unscaled) / self.factor)
+            return 0.0
+        length = self.original_max_position_embeddings / (2 * math.pi)
+        if self.rope_type == "llama3":
+            turns = length * base ** (-2 * pair / dim)
+            share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        else:
+            # the pairs with so many turns, by which the others are counted
+            fast, slow = (
+                dim * math.log(length / beta) / (2 * math.log(base)) for beta in (self.beta_fast, self.beta_slow)
+            )
+            if self.truncate:
+                fast, slow = math.floor(fast), math.ceil(slow)
+            fast, slow = max(fast, 0), min(slow, dim - 1)
+            share = 1 - (pair - fast) / (slow - fast if slow != fast else 0.001)
+        return min(1.0, max(0.0, share))
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of the rotated queries and keys."""
+        if self.rope_type != "yarn" or self.attention_factor is not None:
+            return self.attention_factor or 1.0
+
+        def of(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0
+
+        return of(self.mscale) / of(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else of(1.0)

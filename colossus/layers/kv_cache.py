@@ -7,28 +7,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.arithmetic import round_up
 from colossus.error_place import located_error
+from colossus.sequence_parallel.kernels import attend_once
+from colossus.sequence_parallel.mask import CAUSAL, Mask
+from colossus.sequence_parallel.tiles import visible
 
 #: tokens by which the buffer grows; the copy then is small beside what attention has read for these tokens
 _MORE = 256
 
 Result = TypeVar("Result")
-
-
-def past_tokens(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [queries, keys], True where a query sees a key of causal attention; the last query is the last key.
-
-    Args:
-        queries, keys: their numbers.
-        window: the most tokens that a query sees, itself included.
-        device: the mask's device.
-    """
-    past = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
-    return past if window is None else past.triu_(keys - queries - window + 1)
 
 
 @dataclass
@@ -79,42 +69,43 @@ class KeyValueCache:
         result: Result = self._derived[layer]
         return result
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-        """Return causal attention of new tokens to all earlier ones and themselves: [batch, heads, tokens, head_dim].
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any) -> Tensor:
+        """Return attention of new tokens to earlier ones and themselves: [batch, heads, tokens, head_dim].
 
         Args:
             layer: the attention with these keys and values; called once in each forward.
             query: [batch, heads, tokens, head_dim].
             key, value: [batch, key/value heads, tokens, head_dim]; they are stored.
-            window: the most tokens that one attends to, itself included.
+            mask: what a token attends to; nothing behind it.
+            options: see `attend_to_past`.
         """
-        return self.attend_to_past(query, *self.extend(layer, key, value), window)
+        return self.attend_to_past(query, *self.extend(layer, key, value), mask, **options)
 
     def attend_to_past(
-        self, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, *, scale: float | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Return causal attention of new tokens to the keys and values of all tokens, see `extend` and `attend`.
+        """Return attention of new tokens to the keys and values of all tokens, see `extend` and `attend`.
 
         Args:
-            scale: of the scores, by default head_dim ** -0.5.
+            sinks: a score of each head beside those of the keys, [heads], if any.
+            options: scale and soft_cap of `colossus.sequence_parallel.kernels.attend_once`.
         """
         batch, heads, tokens, size = query.shape
         kv = key.shape[-3]
         if tokens == 1:
-            if window is not None and window < key.shape[-2]:
-                key, value = key[..., -window:, :], value[..., -window:, :]
+            if first := mask.first(self.num_tokens):
+                key, value = key[..., first:, :], value[..., first:, :]
             # heads that share keys become tokens of one head, since ``enable_gqa`` would repeat the cache
             grouped = query.reshape(batch, kv, heads // kv, size)
-            out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
+            sinks = None if sinks is None else sinks.view(kv, -1)
+            out = attend_once(grouped, key, value, sinks=sinks, **options)
             return out.reshape(batch, heads, 1, -1)
-        if not self.num_tokens and (window is None or window >= tokens):
-            past = None
-        else:
-            past = past_tokens(tokens, key.shape[-2], window, query.device)
-        shares = kv != heads
-        return F.scaled_dot_product_attention(
-            query, key, value, past, is_causal=past is None, scale=scale, enable_gqa=shares
-        )
+        options["sinks"] = None if sinks is None else sinks[:, None]
+        if not self.num_tokens and mask.within(tokens) == CAUSAL:
+            return attend_once(query, key, value, causal=True, **options)
+        positions = torch.arange(key.shape[-2], device=query.device)
+        seen = visible(mask, positions[-tokens:], positions)[None, None]
+        return attend_once(query, key, value, mask=seen, **options)
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens up to the new ones, after storing the new ones."""

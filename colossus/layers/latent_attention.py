@@ -22,6 +22,7 @@ from colossus.layers.norm import RMSNorm
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.sequence_parallel.mask import CAUSAL, Mask
 from colossus.sharded_tensor.placement import placement_of
 from colossus.sharded_tensor.regions import move, require_sequences, unwrap
 from colossus.sharded_tensor.tensor import plain, wrap
@@ -57,10 +58,10 @@ class LatentAttention(Attention):
         value_dim: features of a value.
         bias: biases in ``down`` and ``out``.
         norm_eps: epsilon of both norms.
-        causal, window, dropout, rotary_base, rotary_scaling: see `Attention`.
+        mask, scale, soft_cap, sinks, dropout, rotary_base, rotary_scaling: see `Attention`.
 
     Raises:
-        ValueError: the tensor ranks do not divide the heads; a window that is not causal; an odd rope_dim.
+        ValueError: the tensor ranks do not divide the heads; an odd rope_dim.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class LatentAttention(Attention):
         rope_dim: int = 64,
         value_dim: int = 128,
         bias: bool = False,
-        causal: bool = True,
-        window: int | None = None,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
         dropout: float = 0.0,
         norm_eps: float = 1e-6,
         rotary_base: float = 10000.0,
@@ -97,7 +100,8 @@ class LatentAttention(Attention):
                 f"a key: torch's kernels take values that are no longer than keys"
             )
         self.num_heads = self.num_kv_heads = num_heads
-        self.head_dim, self.causal, self.window = head_dim, causal, window
+        self.head_dim, self.mask = head_dim, mask
+        self._make_scores(scale, soft_cap, sinks, dtype)
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         low = {} if q_rank is None else {"query": operator.index(q_rank)}
         self.down = Down(hidden_size, {**low, "latent": kv_rank, "rotary": rope_dim}, bias, **inits)
@@ -173,7 +177,8 @@ class LatentAttention(Attention):
         nope, rope = query.split((self.nope_dim, self.rope_dim), -1)
         query = torch.cat((torch.einsum("bhtn,hnr->bhtr", nope, to_key), rope), -1)
         latents = stored[..., : self.kv_rank]
-        out = cache.attend_to_past(query, stored, latents, self.window, scale=self.head_dim**-0.5)
+        options = self._score_options() | {"scale": self.head_dim**-0.5 if self.scale is None else self.scale}
+        out = cache.attend_to_past(query, stored, latents, self.mask, **options)
         return torch.einsum("bhtr,hvr->bhtv", out, to_value)
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:

@@ -147,17 +147,32 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps)
         self.weight = self._parameter(1.0, init, dtype) if elementwise_affine else None
 
+    def _factors(self) -> Tensor | None:
+        """Return what the normalized features are multiplied by."""
+        return self.weight
+
     def _normalize(self, x: Tensor) -> Tensor:
+        weight = self._factors()
         if x.dtype in LOW:  # torch's own kernel needs one dtype, and rounds to it before the weight
-            weight = None if self.weight is None else self.weight.float()
+            weight = None if weight is None else weight.float()
             return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
         # torch's own norm takes the epsilon of the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        weight = self._shard(self.weight, group)
+        weight = self._shard(self._factors(), group)
         return _split_norm(x, weight, None, group, len(self.normalized_shape), eps, False)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """`RMSNorm` that multiplies by 1 + weight, as Gemma's: the initial weight is 0, and weight decay draws it there."""
+
+    def __init__(self, *args: Any, init: Initializer | None = None, **options: Any) -> None:
+        super().__init__(*args, init=init or Constant(0.0), **options)
+
+    def _factors(self) -> Tensor | None:
+        return None if self.weight is None else 1.0 + self.weight
 
 
 def _as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:

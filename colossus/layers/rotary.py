@@ -16,7 +16,9 @@ _MORE = 256
 
 
 class Rotary(nn.Module):
-    """A rotation of pairs (i, i + d/2) of each head by position * base^(-2i/d). Input, output [.., tokens, head_dim].
+    """A rotation of pairs (i, i + d/2) of each head by position * base^(-2i/d). Input, output [.., tokens, features].
+
+    The d = head_dim first features are rotated, and others passed on.
 
     The cosines and sines of one (head_dim, base, scaling), dtype and device are one table in a context, which all of
     its layers share. It has the most tokens so far, or the last explicit positions.
@@ -41,14 +43,15 @@ class Rotary(nn.Module):
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float64)[:, None] * self.frequencies(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
+        return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the radians per token of each pair, [head_dim / 2], in float64; a subclass may have others."""
         if self.scaling is None:
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             return self.base**-steps
-        scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
+        scaled = self.scaling.frequencies(self.base, self.head_dim)
         return torch.tensor(scaled, dtype=torch.float64).to(device, non_blocking=True)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -84,6 +87,9 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the heads x [.., tokens, head_dim] rotated; see `Rotary.cos_sin`."""
+    """Return the heads x [.., tokens, features] with their first features rotated; see `Rotary.cos_sin`."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     low, high = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

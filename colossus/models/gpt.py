@@ -18,6 +18,7 @@ from colossus.models.llama_options import LlamaOptions
 from colossus.models.options import DecoderOptions, GPTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
+from colossus.sequence_parallel.kernels import soft_capped
 from colossus.sharded_tensor.regions import to_whole
 
 #: the value between two blocks: the activation, with the documents of its tokens where the input has them
@@ -47,7 +48,7 @@ class Decoder(Transformer[DecoderOptions]):
         )
         self.positions = None if o.is_rotary else PositionEmbedding(o.seq_len, o.hidden_size)
         self.dropout = Dropout(o.dropout)
-        self.blocks = self.make_blocks(causal=True)
+        self.blocks = self.make_blocks()
         self.norm = self.make_norm()
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=INIT)
@@ -66,6 +67,8 @@ class Decoder(Transformer[DecoderOptions]):
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
         x = to_residual(self.embedding(ids), self.parallel)
+        if self.options.embedding_scale is not None:
+            x = x * self.options.embedding_scale
         if self.positions is not None:
             x = call(self.positions, x, self.parallel)
         x = call(self.dropout, x, self.parallel)
@@ -77,7 +80,8 @@ class Decoder(Transformer[DecoderOptions]):
             x = x[:, -1:]
         x = call(self.norm, x, self.parallel)
         logits: Tensor = self.head(x if is_ours(self.head) else to_whole(x))
-        return logits
+        cap = self.options.logit_cap
+        return logits if cap is None else soft_capped(logits, cap)
 
     def run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:
         if not isinstance(hidden, tuple):

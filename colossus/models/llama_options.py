@@ -14,8 +14,8 @@ from colossus.models.options import DecoderOptions
 class LlamaOptions(DecoderOptions):
     """Options of Llama: ``model = dict(type="Llama", num_layers=32, num_kv_heads=8, rotary_base=500000.0, ...)``."""
 
-    norm: Literal["rmsnorm"] = "rmsnorm"
-    mlp: Literal["swiglu"] = "swiglu"
+    norm: Literal["rmsnorm", "zero_centered_rmsnorm"] = "rmsnorm"
+    mlp: Literal["swiglu", "geglu_tanh"] = "swiglu"
     #: epsilon of all norms
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     bias: bool = False
@@ -33,7 +33,12 @@ class LlamaOptions(DecoderOptions):
         if latent is None:
             return value
         sizes = latent if isinstance(latent, LatentOptions) else LatentOptions.model_validate(latent)
-        follow = {"head_dim": sizes.head_dim, "num_kv_heads": value.get("num_heads", 4), "qk_norm": False}
+        follow = {
+            "head_dim": sizes.head_dim,
+            "num_kv_heads": value.get("num_heads", 4),
+            "qk_norm": False,
+            "rotary_fraction": 1.0,
+        }
         for name, size in follow.items():
             if value.get(name) not in (None, size):
                 raise ValueError(f"{name} = {value[name]} with latent attention, whose heads have {name} = {size}")
@@ -60,6 +65,8 @@ class LlamaOptions(DecoderOptions):
             options["experts"] = self.experts.arguments
         if self.latent is not None:
             options["latent"] = self.latent.model_dump()
+            for name in ("head_dim", "qk_norm", "rotary", "rotary_fraction"):  # which latent attention does not have
+                del options[name]
         return options
 
     def check(self, parallel: Any) -> list[str]:

@@ -9,13 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_options import (
-    RotaryScaling,
-    default_ffn_size,
-    default_norm_eps,
-)
+from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
+from colossus.models.attention_options import AttentionOptions
 from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
+from colossus.sequence_parallel.mask import Mask
 from colossus.sequence_parallel.modes import cheaper, length_multiple
 from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, uneven_kv_heads
 from colossus.tensor_parallel.choose_sharding import Shardings
@@ -65,15 +63,15 @@ class TransformerOptions(BaseModel):
     num_kv_heads: Count = Field(default_factory=lambda values: values["num_heads"])
     #: features of a head; default ``hidden_size / num_heads``
     head_dim: Count = Field(default_factory=lambda values: max(1, values["hidden_size"] // values["num_heads"]))
-    #: gelu, gelu_tanh or swiglu
+    #: gelu, gelu_tanh, swiglu or geglu_tanh
     mlp: Annotated[str, AfterValidator(partial(_registered, MLPS))] = "gelu"
-    #: features inside the MLP; by default 4 x hidden_size, for swiglu about 8/3 x
+    #: features inside the MLP; by default 4 x hidden_size, for gated ones about 8/3 x
     ffn_hidden_size: Count = Field(
         default_factory=lambda values: default_ffn_size(values["mlp"], values["hidden_size"])
     )
-    #: layernorm or rmsnorm
+    #: layernorm, rmsnorm, or zero_centered_rmsnorm (Gemma)
     norm: Annotated[str, AfterValidator(partial(_registered, NORMS))] = "layernorm"
-    #: epsilon of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
+    #: epsilon of all norms; default 1e-5 for layernorm and 1e-6 for the others
     norm_eps: Annotated[float, Field(gt=0)] = Field(default_factory=lambda values: default_norm_eps(values["norm"]))
     #: dropout after the embedding, attention and MLP
     dropout: Probability = 0.0
@@ -89,7 +87,7 @@ class TransformerOptions(BaseModel):
     def _none_is_default(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        derived = ("num_kv_heads", "head_dim", "ffn_hidden_size", "norm_eps")
+        derived = ("num_kv_heads", "head_dim", "ffn_hidden_size", "norm_eps", "attention_pattern")
         return {key: item for key, item in value.items() if not (key in derived and item is None)}
 
     @property
@@ -99,7 +97,11 @@ class TransformerOptions(BaseModel):
 
     def block_options(self, layer: int) -> dict[str, Any]:
         """Return options of the `TransformerBlock` of a layer, from 0, beside those of all transformers."""
-        return {}
+        return {"mask": self.mask(layer), "head_dim": self.head_dim}
+
+    def mask(self, layer: int) -> Mask:
+        """Return what a token attends to in a layer, from 0."""
+        return Mask.full()
 
     @property
     def has_mlps(self) -> bool:
@@ -179,7 +181,7 @@ class TransformerOptions(BaseModel):
         return problems
 
 
-class DecoderOptions(TransformerOptions):
+class DecoderOptions(AttentionOptions, TransformerOptions):
     """The options of every language model of colossus."""
 
     token_key: ClassVar[str | None] = "seq_len"
@@ -192,16 +194,12 @@ class DecoderOptions(TransformerOptions):
     seq_len: Count = 128
     #: size of the vocabulary; the model pads it when it does not divide by the tensor ranks
     vocab_size: Count = 256
-    #: RMSNorm of every query and key, with a weight [head_dim] each, before their rotation (Qwen3)
-    qk_norm: bool = False
-    #: tokens that one attends to, itself and those before it; default all (Mistral's sliding window, 2310.06825)
-    window: Count | None = None
-    #: with a window, every so many layers one has none, the last of them (6 in Gemma 3, 2503.19786); default never
-    global_every: Annotated[int, Field(ge=2)] | None = None
-    #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
-    rotary_base: Annotated[float, Field(gt=1)] = 10000.0
-    #: scaling in Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
-    rotary_scaling: RotaryScaling | None = None
+    #: norms before attention and MLP; after them, x + norm(attention(x)) (OLMo 2); or both (Gemma)
+    norm_place: Literal["before", "after", "both"] = "before"
+    #: factor of the embedding of each token (hidden_size ** 0.5 in Gemma); default 1
+    embedding_scale: Annotated[float, Field(gt=0)] | None = None
+    #: bound of the logits, logit_cap * tanh(logit / logit_cap) (Gemma 2); default none
+    logit_cap: Annotated[float, Field(gt=0)] | None = None
     #: the head uses the weight of the embedding
     tie_embeddings: bool = True
     #: the gradient of the embedding has only the rows that a batch touches (`colossus.layers.Embedding`, sparse)
@@ -211,16 +209,10 @@ class DecoderOptions(TransformerOptions):
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
-    @model_validator(mode="after")
-    def _has_a_window(self) -> DecoderOptions:
-        if self.global_every is not None and self.window is None:
-            raise ValueError(f"global_every = {self.global_every} names layers without a window, but window is not set")
-        return self
-
     def block_options(self, layer: int) -> dict[str, Any]:
-        rotary = dict(rotary=self.is_rotary, rotary_base=self.rotary_base, rotary_scaling=self.rotary_scaling)
-        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
-        return rotary | {"qk_norm": self.qk_norm, "window": None if is_global else self.window}
+        own = {"rotary": self.is_rotary, "norm_place": self.norm_place}
+        qk_norm = self.qk_norm and (self.norm if self.norm.endswith("rmsnorm") else "rmsnorm")
+        return super().block_options(layer) | self.attention_arguments(layer) | own | {"qk_norm": qk_norm}
 
     def sequence_mode(self, parallel: Any) -> str:
         """Return ring or Ulysses, the one that sends fewer bytes for this attention."""

@@ -38,7 +38,7 @@ class Transformer(nn.Module, Generic[Options]):
         self.options = options
         self.parallel = model_parallel_of(current_context())
 
-    def make_blocks(self, *, causal: bool) -> nn.ModuleList:
+    def make_blocks(self) -> nn.ModuleList:
         """Return the transformer blocks."""
         o = self.options
         return nn.ModuleList(
@@ -47,9 +47,7 @@ class Transformer(nn.Module, Generic[Options]):
                 o.num_heads,
                 o.num_kv_heads,
                 o.ffn_hidden_size,
-                head_dim=o.head_dim,
                 bias=o.bias,
-                causal=causal,
                 norm=o.norm,
                 norm_eps=o.norm_eps,
                 mlp=o.mlp,

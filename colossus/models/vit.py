@@ -50,7 +50,7 @@ class ViT(Transformer[ViTOptions]):
         self.class_token = ClassToken(o.hidden_size, init=INIT) if o.pool == "token" else None
         self.positions = PositionEmbedding(o.num_tokens, o.hidden_size, init=INIT)
         self.dropout = Dropout(o.dropout)
-        self.blocks = self.make_blocks(causal=False)
+        self.blocks = self.make_blocks()
         self.norm = self.make_norm()
         self.head = Classifier(o.hidden_size, o.num_classes, init=INIT, bias_init=Constant(0.0))
 

@@ -6,6 +6,8 @@ the heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from colossus.comm.conjugate import conjugate
 from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
+from colossus.sequence_parallel.mask import CAUSAL, FULL, Mask
 from colossus.sequence_parallel.ring_attention import ring_attention
 
 _HEADS, _TOKENS = 1, 2
@@ -30,10 +33,11 @@ def attend(
     ring: AxisGroup,
     ulysses: AxisGroup,
     *,
-    causal: bool,
+    mask: Mask,
     documents: Tensor | None = None,
-    window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over all tokens of the R U ranks that hold a sequence.
 
@@ -47,11 +51,11 @@ def attend(
     Args:
         ring: the R outer ranks, round which keys and values are passed.
         ulysses: the U inner ranks, which exchange tokens for heads.
-        causal: a token sees itself and those before it in the sequence.
-        documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
+        mask: what a token attends to, by positions in the sequence.
+        documents: integers [batch, s]; a token attends only to tokens with the same number. Padding is a document
             of its own, say -1.
-        window: of causal attention: a token looks only at itself and the ``window - 1`` tokens before it.
         scale: of the scores, by default head_dim ** -0.5.
+        soft_cap, sinks: see `ring_attention`; sinks [heads].
 
     Raises:
         ValueError: when the Ulysses ranks do not divide the heads, or shapes do not fit each other.
@@ -60,13 +64,16 @@ def attend(
     if documents is not None:
         own = documents
         documents = kept("the documents of tokens", lambda: collectives.all_gather(own, ulysses, dim=1).wait())
-    if window is not None and window >= q.shape[_TOKENS] * ring.size:
-        window = None
-    if ring.size > 1 or documents is not None or window is not None:
-        out = ring_attention(q, k, v, ring, causal=causal, documents=documents, window=window, scale=scale)
+    mask = mask.within(q.shape[_TOKENS] * ring.size)
+    is_plain = mask in (CAUSAL, FULL) and documents is None and soft_cap is None and sinks is None
+    if ring.size > 1 or not is_plain:
+        if sinks is not None:
+            sinks = sinks.chunk(ulysses.size)[ulysses.index]
+        options: dict[str, Any] = dict(documents=documents, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        out = ring_attention(q, k, v, ring, mask=mask, **options)
     else:
         grouped = q.shape[_HEADS] != k.shape[_HEADS]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL, scale=scale, enable_gqa=grouped)
     return conjugate(out, "all_to_all", "all_to_all", ulysses, dim=_HEADS, to_dim=_TOKENS)
 
 

@@ -17,7 +17,14 @@ _LSE_ALIGNMENT, _MASK_ALIGNMENT = 32, 16
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys only.
 
@@ -30,12 +37,14 @@ def block_forward(
         mask: bool [batch or 1, 1, s, t], True where a query may look. A query that may look nowhere gets a finite
             output and a log-sum-exp so low that it weighs nothing beside any real one.
         scale: of the scores.
+        soft_cap: the bound of the scores, soft_cap * tanh(score / soft_cap) (2408.00118, Gemma 2), if any. torch has no
+            kernel with it, so all scores of this call are stored.
 
     Returns:
         out [batch, heads, s, head_dim] in the dtype of q, and its log-sum-exp [batch, heads, s], at least float32.
     """
     q, k, v = _with_dense_rows(q, k, v)
-    kernel = _kernel(q, mask)
+    kernel = _kernel(q, mask) if soft_cap is None else "plain"
     if kernel == "cpu":
         bias = _bias(mask, q.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -45,7 +54,7 @@ def block_forward(
         return out, lse
     k, v = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
     if kernel == "plain":
-        return _plain_forward(q, k, v, causal, mask, scale)
+        return _plain_forward(q, k, v, causal, mask, scale, soft_cap)
     bias = _aligned_bias(mask, q)
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[-2]]
@@ -62,18 +71,19 @@ def block_backward(
     causal: bool,
     mask: Tensor | None,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the share of dq that comes from these keys, and of dk and dv that comes from these queries.
 
     Args:
         dout, out, lse: of the attention of these queries to *all* their keys, shapes as `block_forward` returns them.
-        q, k, v, causal, mask, scale: as in `block_forward`.
+        q, k, v, causal, mask, scale, soft_cap: as in `block_forward`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v; dk and dv are summed over the query heads that share a key head.
     """
     dout, q, k, v, out = _with_dense_rows(dout, q, k, v, out)
-    kernel = _kernel(q, mask)
+    kernel = _kernel(q, mask) if soft_cap is None else "plain"
     if kernel == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale)
@@ -86,7 +96,7 @@ def block_backward(
         return dq, dk, dv
     kv_heads, k, v = k.shape[1], _repeat_key_heads(k, q), _repeat_key_heads(v, q)
     if kernel == "plain":
-        dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal, mask, scale)
+        dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal, mask, scale, soft_cap)
     else:
         backward, unused = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=float("inf")).contiguous()
@@ -95,6 +105,32 @@ def block_backward(
             dout, q, k, v, bias, out, lse, unused, unused, 0.0, needs_gradient, causal, scale=scale
         )
     return dq, _sum_of_query_heads(dk, kv_heads), _sum_of_query_heads(dv, kv_heads)
+
+
+def attend_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention to these keys and no others, in inference.
+
+    Args:
+        q, k, v, causal, mask, soft_cap: as in `block_forward`.
+        scale: of the scores, by default head_dim ** -0.5.
+        sinks: scores beside those of the keys, whose value is zero; broadcastable to [batch, heads, s].
+    """
+    if soft_cap is None and sinks is None:
+        is_grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=is_grouped)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = block_forward(q, k, v, causal=causal, mask=mask, scale=scale, soft_cap=soft_cap)
+    return out if sinks is None else out * (lse - sinks).sigmoid().unsqueeze(-1).to(out.dtype)
 
 
 def _kernel(q: Tensor, mask: Tensor | None) -> str:
@@ -110,9 +146,9 @@ def _kernel(q: Tensor, mask: Tensor | None) -> str:
 
 
 def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, mask, scale)
+    scores = _masked(_scores(q, k, scale, soft_cap), causal, mask)
     lse = scores.logsumexp(dim=-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
 
@@ -127,21 +163,34 @@ def _plain_backward(
     causal: bool,
     mask: Tensor | None,
     scale: float,
+    soft_cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, causal, mask, scale) - lse.unsqueeze(-1)).exp()
+    scores = _scores(q, k, scale, soft_cap)
+    weights = (_masked(scores, causal, mask) - lse.unsqueeze(-1)).exp()
     wide_dout, wide_q, wide_k, wide_v = (x.to(weights.dtype) for x in (dout, q, k, v))
     mean = (wide_dout * out).sum(-1, keepdim=True)
     dscores = weights * (wide_dout @ wide_v.mT - mean) * scale
+    if soft_cap is not None:
+        dscores *= 1 - (scores / soft_cap).square()
     dq, dk, dv = dscores @ wide_k, dscores.mT @ wide_q, weights.mT @ wide_dout
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
+    return scores if soft_cap is None else soft_capped(scores, soft_cap)
+
+
+def soft_capped(x: Tensor, bound: float) -> Tensor:
+    """Return bound * tanh(x / bound)."""
+    return (x / bound).tanh() * bound
+
+
+def _masked(scores: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
     if causal:
         mask = torch.ones_like(scores, dtype=torch.bool).tril_()
-    return scores if mask is None else scores.masked_fill(~mask, _masked_score(wide))
+    return scores if mask is None else scores.masked_fill(~mask, _masked_score(scores.dtype))
 
 
 def _masked_score(dtype: torch.dtype) -> float:

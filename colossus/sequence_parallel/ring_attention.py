@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,8 @@ from colossus.comm.links import rotate
 from colossus.context.groups import AxisGroup, group_of
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import block_backward, block_forward
-from colossus.sequence_parallel.tiles import AttentionTile, attention_tiles, needed_steps
+from colossus.sequence_parallel.mask import Mask
+from colossus.sequence_parallel.tiles import TILE, AttentionTile, RingTokens, attention_tiles, needed_steps
 
 
 def ring_attention(
@@ -23,35 +24,38 @@ def ring_attention(
     v: Tensor,
     group: AxisGroup,
     *,
-    causal: bool,
+    mask: Mask,
     documents: Tensor | None = None,
-    window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over the tokens of all ranks of ``group``.
 
     A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
     never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
-    4 (R - 1); under a window of w tokens R - 1 falls to the number of other ranks that are met (`needed_steps`), 2
-    where w - 1 <= s / 2.
+    4 (R - 1); a mask may let R - 1 fall to the number of other ranks that are met (`needed_steps`), 2 under a window of
+    up to s / 2 tokens to the left.
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
-        rank holds, in zigzag order (without causal attention any order will do). The whole sequence has R s.
+        rank holds, in zigzag order (under a full mask any order will do). The whole sequence has R s.
 
     Args:
         group: the R ranks. One rank is a ring too.
-        documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
+        mask: what a token attends to, by positions in the sequence.
+        documents: integers [batch, s]; a token attends only to tokens with the same number. Padding is a document
             of its own, say -1. They are passed on with the keys.
-        window: of causal attention: a token looks only at itself and the ``window - 1`` tokens before it.
         scale: of the scores, by default head_dim ** -0.5.
+        soft_cap: the bound of the scores, if any, see `block_forward`.
+        sinks: [heads], a score of each head beside those of the keys, whose value is zero (2309.17453; gpt-oss).
 
     Raises:
         ValueError: when heads are no multiple of kv_heads, s is odd, or documents do not fit.
     """
     _check(q, k, v, documents, group)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _RingAttention.apply(q, k, v, documents, group, causal, scale, window)
+    return _RingAttention.apply(q, k, v, documents, sinks, group.key, mask.sizes, scale, soft_cap)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -67,14 +71,17 @@ class _RingAttention(torch.autograd.Function):
     while they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
     gradients one step behind them: rank i adds its share of the dk and dv of rank i - t to what rank i - 1 has sent,
     and sends the sum to rank i + 1. The last of these messages comes to the owner, who adds its own share of step 0.
-    Steps that a window leaves without work are left out: messages then go on by several ranks.
+    Steps that a mask leaves without work are left out: messages then go on by several ranks.
 
     Per rank:
         q, out, dout, dq    [batch, heads, s, head_dim]
         k, v, dk, dv        [batch, kv_heads, s, head_dim]; the same of the block at work and of the one on its way
         documents           [batch, s], passed on with k and v
-        lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys
-        saved               q, k, v, documents, out, lse
+        lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys and the sink
+        saved               q, k, v, documents, sinks, out, lse
+
+    The sum of each query's softmax begins with its sink, once, before the first block of keys. In backward the blocks
+    need nothing of it but lse; its own gradient is that of a score whose value is zero.
     """
 
     @staticmethod
@@ -84,14 +91,12 @@ class _RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         documents: Tensor | None,
-        group: AxisGroup,
-        causal: bool,
-        scale: float,
-        window: int | None,
+        sinks: Tensor | None,
+        *options: Any,
     ) -> Tensor:
-        out, lse = RING_ATTENTION(q, k, v, documents, group.key, causal, scale, window)
-        ctx.save_for_backward(q, k, v, documents, out, lse)
-        ctx.options = group.key, causal, scale, window
+        out, lse = RING_ATTENTION(q, k, v, documents, sinks, *options)
+        ctx.save_for_backward(q, k, v, documents, sinks, out, lse)
+        ctx.options = options
         return out
 
     @staticmethod
@@ -99,7 +104,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # what records operations sees those of a backward; a compiler can trace no messages
         backward = torch.ops.colossus.ring_attention_backward if torch.compiler.is_compiling() else _backward
-        return (*backward(grads[0], *ctx.saved_tensors, *ctx.options), *[None] * 5)
+        q, k, v, documents, sinks, out, lse = ctx.saved_tensors
+        dq, dk, dv = backward(grads[0], q, k, v, documents, out, lse, *ctx.options)
+        dsinks = None
+        if sinks is not None:
+            weights = (sinks[:, None] - lse).exp()
+            dsinks = -(weights * (grads[0] * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, None, dsinks, *[None] * 4
 
 
 def _forward(
@@ -107,10 +118,11 @@ def _forward(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     group_key: str,
-    causal: bool,
+    mask: Sequence[int],
     scale: float,
-    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
 
@@ -120,10 +132,13 @@ def _forward(
     group = group_of(group_key)
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
-    steps = needed_steps(q.shape[-2], group.size, window)
+    if sinks is not None:
+        lse.copy_(sinks[:, None])
+    tokens = RingTokens(q.shape[-2], group.size)
+    steps, largest = needed_steps(Mask(*mask), tokens), None if soft_cap is None else TILE
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group, steps):
-        block = q.shape[-2], group.size, group.index, source, causal, documents
-        for tile in attention_tiles(*block, *key_documents, window=window, device=q.device):
+        block = Mask(*mask), tokens, group.index, source, documents
+        for tile in attention_tiles(*block, *key_documents, largest=largest, device=q.device):
             rows, columns = tile.queries, tile.keys
             tile_out, tile_lse = block_forward(
                 q[:, :, rows],
@@ -132,6 +147,7 @@ def _forward(
                 causal=tile.causal,
                 mask=tile.mask,
                 scale=scale,
+                soft_cap=soft_cap,
             )
             _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out.to(q.dtype), lse
@@ -146,9 +162,9 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     group_key: str,
-    causal: bool,
+    mask: Sequence[int],
     scale: float,
-    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v; see `_RingAttention`.
 
@@ -170,19 +186,21 @@ def _backward(
             causal=tile.causal,
             mask=tile.mask,
             scale=scale,
+            soft_cap=soft_cap,
         )
         for total, span, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
             total[:, :, span] += grad
 
     own_grads: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    steps = needed_steps(q.shape[-2], group.size, window)
+    tokens = RingTokens(q.shape[-2], group.size)
+    steps, largest = needed_steps(Mask(*mask), tokens), None if soft_cap is None else TILE
     hops = [following - step for step, following in pairwise([*steps, group.size])]
     blocks = _rotating_blocks(k, v, documents, group, steps)
     for (source, (keys, values, *key_documents)), hop in zip(blocks, hops, strict=True):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
-        block = q.shape[-2], group.size, group.index, source, causal, documents
-        for tile in attention_tiles(*block, *key_documents, window=window, device=q.device):
+        block = Mask(*mask), tokens, group.index, source, documents
+        for tile in attention_tiles(*block, *key_documents, largest=largest, device=q.device):
             add_tile(tile, keys, values, *grads)
         if source == group.index:
             own_grads = grads
@@ -197,7 +215,7 @@ def _backward(
 
 
 def _rotating_blocks(
-    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup, steps: list[int]
+    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup, steps: tuple[int, ...]
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield keys, values (and documents) of ranks, beginning with this one, and the index of the rank they belong to.
 
@@ -267,8 +285,8 @@ def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any)
 # torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
 _library = torch.library.Library("colossus", "FRAGMENT")
 _arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
-_options = "str group_key, bool causal, float scale, int? window"
-_library.define(f"ring_attention({_arguments}, {_options}) -> (Tensor, Tensor)")
+_options = "str group_key, int[] mask, float scale, float? soft_cap"
+_library.define(f"ring_attention({_arguments}, Tensor? sinks, {_options}) -> (Tensor, Tensor)")
 _saved = f"{_arguments}, Tensor out, Tensor lse"
 _library.define(f"ring_attention_backward(Tensor dout, {_saved}, {_options}) -> (Tensor, Tensor, Tensor)")
 for _name, _real, _fake in (

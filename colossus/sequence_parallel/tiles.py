@@ -5,18 +5,24 @@ chunk (see `colossus.sequence_parallel.modes`). Under a causal mask there are th
 call and of the same work: keys of the same rank (causal as they lie, for the head comes before the tail), keys of an
 earlier rank (all queries see its head, none its tail), keys of a later one (the tail sees all, the head nothing).
 
-Documents and windows are cut finer, so that no mask is larger than a tile. Tiles outside of a window are left out; on
-CPU, where the host can read documents at no cost, so are tiles that they mask out.
+Any other mask gives a tile of queries a range of keys, since it gives each query a range of positions and a rank's
+tokens lie in their order: those that all queries see need no mask, those before and behind them do. Documents are cut
+finer, so that no mask is larger than a tile; on CPU, where the host can read documents at no cost, tiles that they mask
+out are left out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from colossus.sequence_parallel.mask import CAUSAL, FULL, Mask
 
 #: tokens of a tile: large enough that a kernel call costs little beside its work
 TILE = 512
@@ -41,16 +47,48 @@ class AttentionTile:
     mask: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RingTokens:
+    """The tokens of each rank of a ring: ``num_tokens`` in a head and a tail chunk; one rank has one chunk."""
+
+    num_tokens: int
+    ring: int
+
+    @property
+    def chunk_size(self) -> int:
+        return self.num_tokens // 2 if self.ring > 1 else self.num_tokens
+
+    def starts(self, rank: int) -> list[int]:
+        """Return the position of the first token of each of a rank's chunks."""
+        numbers = (rank, 2 * self.ring - 1 - rank) if self.ring > 1 else (0,)
+        return [number * self.chunk_size for number in numbers]
+
+    def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield a rank's tokens in ranges of at most ``size``: (first row, number of rows, position of the first)."""
+        for place, start in enumerate(self.starts(rank)):
+            for offset in range(0, self.chunk_size, size):
+                yield place * self.chunk_size + offset, min(size, self.chunk_size - offset), start + offset
+
+    def row(self, rank: int, position: int) -> int:
+        """Return the number of a rank's tokens that come before a position."""
+        starts = self.starts(rank)
+        place = max(0, bisect_left(starts, position + 1) - 1)
+        return place * self.chunk_size + min(max(position - starts[place], 0), self.chunk_size)
+
+    def positions(self, rank: int, device: torch.device | None) -> Tensor:
+        """Return the position of each of a rank's tokens, [num_tokens]."""
+        return torch.cat([torch.arange(start, start + self.chunk_size, device=device) for start in self.starts(rank)])
+
+
 def attention_tiles(
-    num_tokens: int,
-    ring: int,
+    mask: Mask,
+    tokens: RingTokens,
     query_rank: int,
     key_rank: int,
-    causal: bool,
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
     *,
-    window: int | None = None,
+    largest: int | None = None,
     device: torch.device | None = None,
 ) -> Iterator[AttentionTile]:
     """Yield the tiles of one block that are computed.
@@ -58,119 +96,101 @@ def attention_tiles(
     Every query sees itself, in a tile of the block of its own rank's keys.
 
     Args:
-        num_tokens: queries, and keys, of the block: the tokens of one rank.
-        ring: number of ring ranks.
-        query_rank, key_rank: their indices in the ring.
-        documents: [batch, num_tokens], numbers of the queries' documents; a query sees keys of the same number only.
+        mask: what a query sees.
+        tokens: the tokens of a rank.
+        query_rank, key_rank: the indices in the ring of the ranks with the queries and with the keys.
+        documents: [batch, tokens], numbers of the queries' documents; a query sees keys of the same number only.
         key_documents: the same of the keys.
-        window: a query sees itself and the ``window - 1`` tokens before it; only where ``causal``.
-        device: device of the masks at the edge of a window.
+        largest: the most queries and keys of a tile, for a kernel that stores its scores; by default a tile is as large
+            as its mask allows.
+        device: device of the masks.
     """
     is_read = documents is None or can_be_read(documents)
     if documents is None or key_documents is None or (is_read and _is_one_document(documents, key_documents)):
         documents = key_documents = None
-        if window is None:
-            yield from _tiles_of_one_document(num_tokens, query_rank, key_rank, causal)
-        else:
-            yield from _tiles_of_a_window(num_tokens, ring, query_rank, key_rank, window, device)
+    mask = mask.within(tokens.num_tokens * tokens.ring)
+    if documents is None and mask in (CAUSAL, FULL) and (largest or tokens.num_tokens) >= tokens.num_tokens:
+        yield from _unmasked_tiles(mask, tokens, query_rank, key_rank)
         return
-    size = TILE if is_read else MASKED_TILE
-    pairs = product(_ranges(num_tokens, ring, query_rank, size), _ranges(num_tokens, ring, key_rank, size))
-    for (queries, query_start), (keys, key_start) in pairs:
-        offset = query_start - key_start
-        if causal and offset < 0:
-            continue
-        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
-        if window is not None and offset - num_keys + 1 >= window:
-            continue
-        mask = None
-        if documents is not None and key_documents is not None:
-            mask = documents[:, None, queries, None] == key_documents[:, None, None, keys]
-            if is_read and not mask.any():
+    if documents is None:
+        size, piece = min(MASKED_TILE, max(TILE, min(mask.left + 1, mask.chunk_size))), tokens.num_tokens
+    else:
+        size = piece = TILE if is_read else MASKED_TILE
+    size, piece = (min(one, largest or one) for one in (size, piece))
+    query_positions, key_positions = (tokens.positions(rank, device) for rank in (query_rank, key_rank))
+    for row, count, first in tokens.ranges(query_rank, size):
+        queries = slice(row, row + count)
+        for keys, is_seen_by_all in _key_ranges(mask, tokens, first, count, key_rank, piece):
+            same = None
+            if documents is not None and key_documents is not None:
+                same = documents[:, None, queries, None] == key_documents[:, None, None, keys]
+                if is_read and not same.any():
+                    continue
+                if is_read and same.all():
+                    same = None
+            is_triangle = query_rank == key_rank and keys == queries and mask.is_causal
+            if same is None and is_triangle and mask.first(first + count - 1) <= first:
+                yield AttentionTile(queries, keys, causal=True)
                 continue
-            if is_read and mask.all():
-                mask = None
-        if window is not None and offset + num_queries > window:
-            near = _near(num_queries, num_keys, offset, window, device)
-            mask = near if mask is None else mask & near
-        elif mask is not None and causal and offset == 0:
-            mask = mask.tril()
-        yield AttentionTile(queries, keys, causal and offset == 0 and mask is None, mask)
+            if not is_seen_by_all:
+                seen = visible(mask, query_positions[queries], key_positions[keys])[None, None]
+                same = seen if same is None else same & seen
+            yield AttentionTile(queries, keys, mask=same)
 
 
-def needed_steps(num_tokens: int, ring: int, window: int | None) -> list[int]:
-    """Return how far before a rank in the ring those are whose keys any rank needs: 0 for its own, and rising.
-
-    Args:
-        num_tokens: tokens of one rank, half of them in its early chunk.
-        ring: number of ring ranks.
-        window: see `attention_tiles`.
-    """
-    if window is None or ring == 1:
-        return list(range(ring))
-    reach = -(-(window - 1) // (num_tokens // 2))
-    rank_of = [min(chunk, 2 * ring - 1 - chunk) for chunk in range(2 * ring)]
-    return sorted(
-        {
-            (rank_of[chunk] - rank_of[before]) % ring
-            for chunk in range(2 * ring)
-            for before in range(max(0, chunk - reach), chunk + 1)
-        }
-    )
+def visible(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return [queries, keys], True where a query at one position sees a key at another, of the same document."""
+    start = queries - queries % mask.chunk_size
+    first = torch.maximum(queries - mask.left, start)
+    last = torch.minimum(queries + mask.right, start + mask.chunk_size - 1)
+    last = torch.minimum(last, queries.clamp(min=mask.prefix_size - 1))
+    return (keys >= first[:, None]) & (keys <= last[:, None])
 
 
-def _tiles_of_one_document(num_tokens: int, query_rank: int, key_rank: int, causal: bool) -> Iterator[AttentionTile]:
-    everything, half = slice(0, num_tokens), num_tokens // 2
-    if not causal or query_rank == key_rank:
-        yield AttentionTile(everything, everything, causal)
+@lru_cache
+def needed_steps(mask: Mask, tokens: RingTokens) -> tuple[int, ...]:
+    """Return how far before a rank in the ring those are whose keys any rank needs: 0 for its own, and rising."""
+    ring, size = tokens.ring, tokens.chunk_size
+    rank_of = {start // size: rank for rank in range(ring) for start in tokens.starts(rank)}
+    steps = set()
+    for chunk, rank in rank_of.items():
+        first = mask.first(chunk * size) // size
+        last = min(mask.last((chunk + 1) * size - 1) // size, len(rank_of) - 1)
+        steps |= {(rank - rank_of[other]) % ring for other in range(first, last + 1)}
+    return tuple(sorted(steps))
+
+
+def _unmasked_tiles(mask: Mask, tokens: RingTokens, query_rank: int, key_rank: int) -> Iterator[AttentionTile]:
+    """Yield the tile of a causal or a full mask of one document."""
+    everything, half = slice(0, tokens.num_tokens), tokens.num_tokens // 2
+    if mask == FULL or query_rank == key_rank:
+        yield AttentionTile(everything, everything, mask == CAUSAL)
     elif key_rank < query_rank:
         yield AttentionTile(everything, slice(0, half))
     else:
-        yield AttentionTile(slice(half, num_tokens), everything)
+        yield AttentionTile(slice(half, tokens.num_tokens), everything)
 
 
-def _tiles_of_a_window(
-    num_tokens: int, ring: int, query_rank: int, key_rank: int, window: int, device: torch.device | None
-) -> Iterator[AttentionTile]:
-    """Yield at most three tiles for some queries and a chunk of keys: before, in and behind what all of them see."""
-    size = min(MASKED_TILE, max(TILE, window))
-    for queries, first in _ranges(num_tokens, ring, query_rank, size):
-        num_queries = queries.stop - queries.start
-        for chunk, start in _ranges(num_tokens, ring, key_rank, num_tokens):
-            seen = max(first - window + 1, start), min(first + num_queries, start + chunk.stop - chunk.start)
-            common = first + num_queries - window, first
-            bounds = [seen[0], *(min(max(bound, seen[0]), seen[1]) for bound in common), seen[1]]
-            if common[0] > common[1]:  # no key is seen by all
-                bounds = list(seen)
-            for low, high in pairwise(bounds):
-                if low >= high:
-                    continue
-                keys = slice(chunk.start + low - start, chunk.start + high - start)
-                is_diagonal = (low, high) == (first, first + num_queries) and num_queries <= window
-                mask = None
-                if not is_diagonal and not common[0] <= low < high <= first + 1:
-                    mask = _near(num_queries, high - low, first - low, window, device)
-                yield AttentionTile(queries, keys, is_diagonal, mask)
+def _key_ranges(
+    mask: Mask, tokens: RingTokens, first: int, count: int, key_rank: int, size: int
+) -> Iterator[tuple[slice, bool]]:
+    """Yield rows of keys of which ``count`` queries see some, at most ``size``, and whether all queries see them all.
 
-
-def _near(num_queries: int, num_keys: int, offset: int, window: int, device: torch.device | None) -> Tensor:
-    """Return [1, 1, queries, keys], True where a key is at most ``window`` - 1 tokens before a query.
+    They are cut before and behind those that all queries see.
 
     Args:
-        offset: position of the first query minus that of the first key.
+        first: position of the first query.
     """
-    near = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
-    return near.tril_(offset).triu_(offset - window + 1)
-
-
-def _ranges(num_tokens: int, ring: int, rank: int, size: int) -> list[tuple[slice, int]]:
-    """Return a rank's tokens in ranges of at most ``size``: (rows, position of the first in the sequence)."""
-    chunk, chunks = (num_tokens // 2, (rank, 2 * ring - 1 - rank)) if ring > 1 else (num_tokens, (0,))
-    return [
-        (slice(place * chunk + start, place * chunk + min(start + size, chunk)), number * chunk + start)
-        for place, number in enumerate(chunks)
-        for start in range(0, chunk, size)
-    ]
+    last = first + count - 1
+    # the keys of causal queries themselves are one range, for which kernels have a flag
+    common_end = first if mask.is_causal else mask.last(first) + 1
+    ends = (mask.first(first), mask.first(last), common_end, mask.last(last) + 1)
+    low, common_low, common_high, high = (tokens.row(key_rank, position) for position in ends)
+    bounds = [low, common_low, common_high, high] if common_low < common_high else [low, high]
+    for start, stop in pairwise(bounds):
+        for row in range(start, stop, size):
+            keys = slice(row, min(row + size, stop))
+            yield keys, start == common_low < common_high == stop
 
 
 def can_be_read(documents: Tensor) -> bool:

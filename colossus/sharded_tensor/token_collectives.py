@@ -17,6 +17,7 @@ from torch import Tensor
 from colossus.comm.conjugate import conjugate
 from colossus.layout.operators import Call
 from colossus.sequence_parallel.attend import attend
+from colossus.sequence_parallel.mask import CAUSAL, FULL
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import HasRegions, MixesPartsError, Place, Window, as_dims
 
@@ -204,7 +205,7 @@ def attend_to_all(call: Call, parallel: HasRegions, places: Sequence[Place], tot
         and not (query.shape[1] % ulysses or key.shape[1] % ulysses)
         and all(place == Place(2) for place in places)
     ):
-        return attend(query, key, value, sequence.ring, sequence.ulysses, causal=bool(causal), scale=scale)
+        return attend(query, key, value, sequence.ring, sequence.ulysses, mask=CAUSAL if causal else FULL, scale=scale)
     key, value = (gather_tokens(x, place, parallel) for x, place in zip((key, value), places[1:], strict=True))
     if causal:
         queries, keys = (torch.arange(total, device=query.device) for total in totals)

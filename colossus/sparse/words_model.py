@@ -42,7 +42,7 @@ class WordsLM(Transformer[WordsOptions]):
         self.pairs = Embedding(o.pairs, o.hidden_size, **table) if o.pairs else None
         self.positions = PositionEmbedding(o.seq_len, o.hidden_size) if is_gpt and not o.is_rotary else None
         self.dropout = Dropout(o.dropout)
-        self.blocks = self.make_blocks(causal=True) if is_gpt else nn.ModuleList()
+        self.blocks = self.make_blocks() if is_gpt else nn.ModuleList()
         self.lstm = None if is_gpt else nn.LSTM(o.hidden_size, o.hidden_size, o.num_layers, batch_first=True)
         self.norm = self.make_norm()
         self.head = SampledSoftmax(o.hidden_size, o.vocab_size, o.num_samples, sparse=sparse, init=INIT)

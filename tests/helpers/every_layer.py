@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Inputs]]] = {
         lambda on: (hidden(on), torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=on)),
     ),
     "attention, documents": (attention, lambda on: (hidden(on), None, ids(on, words=2))),
-    "attention, rotary": (lambda: attention(rotary=True, causal=False), lambda on: (hidden(on),)),
+    "attention, rotary": (lambda: attention(rotary=True, mask=layers.Mask.full()), lambda on: (hidden(on),)),
     "attention, scaled rotary": (
         lambda: attention(rotary=True, rotary_scaling=dict(factor=8.0)),
         lambda on: (hidden(on),),

@@ -202,6 +202,8 @@ def attention(
     causal: bool = True,
     rotary: bool = False,
     window: int = TOKENS,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     size = HIDDEN // HEADS
     q, k, v = (
@@ -213,7 +215,12 @@ def attention(
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril().triu(1 - window) if causal else None
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    scores = q @ k.mT * (size**-0.5 if scale is None else scale)
+    scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    if at + "sinks" in p:
+        scores = torch.cat((scores, p[at + "sinks"].view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    y = scores.softmax(-1)[..., :TOKENS] @ v
     return linear(p, y.transpose(1, 2).flatten(2), at + "out.")
 
 
@@ -283,18 +290,25 @@ CASES: dict[str, LayerCase] = {
     "GatedMLP": LayerCase(partial(layers.GatedMLP, HIDDEN, WIDE), (X,), partial(mlp, gated=True)),
     "Attention causal": LayerCase(partial(layers.Attention, HIDDEN, HEADS), (X,), attention),
     "Attention both ways": LayerCase(
-        partial(layers.Attention, HIDDEN, HEADS, causal=False), (X,), partial(attention, causal=False)
+        partial(layers.Attention, HIDDEN, HEADS, mask=layers.Mask.full()), (X,), partial(attention, causal=False)
     ),
     "Attention rotary, grouped heads": LayerCase(
         partial(layers.Attention, HIDDEN, HEADS, 6, rotary=True), (X,), partial(attention, rotary=True)
     ),
     "Attention within documents": LayerCase(Documents, (X, DOCUMENTS), partial(attention, at="inner.")),
     "Attention within windows": LayerCase(
-        partial(layers.Attention, HIDDEN, HEADS, 6, rotary=True, window=3), (X,),
+        partial(layers.Attention, HIDDEN, HEADS, 6, rotary=True, mask=layers.Mask.window(2)), (X,),
         partial(attention, rotary=True, window=3),
     ),
     "Attention within windows of documents": LayerCase(
-        partial(Documents, window=2), (X, DOCUMENTS), partial(attention, at="inner.", window=2)
+        partial(Documents, mask=layers.Mask.window(1)), (X, DOCUMENTS), partial(attention, at="inner.", window=2)
+    ),
+    "Attention with sinks": LayerCase(
+        partial(layers.Attention, HIDDEN, HEADS, 6, sinks=True), (X,), attention
+    ),
+    "Attention with soft cap and scale, sinks and documents": LayerCase(
+        partial(Documents, sinks=True, soft_cap=0.3, scale=0.5, mask=layers.Mask.window(4)), (X, DOCUMENTS),
+        partial(attention, at="inner.", window=5, scale=0.5, soft_cap=0.3),
     ),
     "TransformerBlock": LayerCase(partial(Between, block()), (X,), plain_block),
     "TransformerBlock like Llama": LayerCase(

@@ -146,7 +146,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, ring: ThreadRanks, ulysse
     """Stand for `colossus.sequence_parallel.attend.attend`, which sends tokens round a ring of processes."""
     place = Place(2)
     q, k, v = (tokens.gather_tokens(x, place, ring.parallel) for x in (query, key, value))
-    causal = options["causal"]
+    causal = options["mask"].is_causal
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options["scale"])
     # each rank has computed all of it: of the sum of the gradients of queries, which all bring, its own are its part
     return tokens.select_own_tokens(out, 2, place, ring.parallel)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from helpers.latent_twin import PlainLatentAttention
@@ -26,10 +29,17 @@ class PlainAttention(nn.Module):
         super().__init__()
         width, kv = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim
         self.head_dim, self.rotary, self.causal = o.head_dim, o.is_rotary, isinstance(o, DecoderOptions)
+        self.scale, self.cap, self.sinks = o.head_dim**-0.5, None, None
         if isinstance(o, DecoderOptions):
             self.base, self.scaling = o.rotary_base, o.rotary_scaling
-            every = o.global_every or o.num_layers + 1
-            self.window = o.window if o.window is not None and layer % every != every - 1 else o.seq_len
+            is_local = o.attention_pattern[layer % len(o.attention_pattern)] == "local"
+            self.window = o.window if o.window is not None and is_local else o.seq_len
+            self.chunk = o.chunk if o.chunk is not None and is_local else o.seq_len
+            if is_local and o.rotary_base_local is not None:
+                self.base, self.scaling = o.rotary_base_local, None
+            self.rotated = int(o.head_dim * o.rotary_fraction)
+            self.scale, self.cap = o.attention_scale or self.scale, o.soft_cap
+            self.sinks = nn.Parameter(torch.zeros(o.num_heads)) if o.sinks else None
         self.qkv = nn.ModuleDict(
             {
                 "query": nn.Linear(o.hidden_size, width, o.bias),
@@ -39,7 +49,7 @@ class PlainAttention(nn.Module):
         )
         self.out = nn.Linear(width, o.hidden_size, o.bias)
         if isinstance(o, DecoderOptions) and o.qk_norm:
-            self.q_norm, self.k_norm = (nn.RMSNorm(o.head_dim, eps=o.norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = (plain_rms_norm(o, o.head_dim) for _ in range(2))
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
@@ -54,21 +64,30 @@ class PlainAttention(nn.Module):
             query, key = self.turn(query), self.turn(key)
         copies = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        scores = query @ key.transpose(-1, -2) * self.scale
+        if self.cap is not None:
+            scores = self.cap * torch.tanh(scores / self.cap)
         if self.causal:
-            behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
-            scores = scores.masked_fill((behind < 0) | (behind >= self.window), float("-inf"))
-        return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
+            place = torch.arange(tokens)
+            behind, chunk = place[:, None] - place, place // self.chunk
+            hidden = (behind < 0) | (behind >= self.window) | (chunk[:, None] != chunk)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)), -1)
+        return self.out((scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2).reshape(batch, tokens, -1))
 
     def turn(self, x: Tensor) -> Tensor:
-        half = self.head_dim // 2
+        x, rest = x[..., : self.rotated], x[..., self.rotated :]
+        half, size = self.rotated // 2, 1.0
         rate = self.base ** (-torch.arange(half, dtype=torch.float64) / half)
-        if self.scaling is not None:
+        if self.scaling is not None and self.scaling.rope_type == "yarn":
+            rate, size = yarn_rates(self.base, self.rotated, self.scaling)
+        elif self.scaling is not None:
             rate = llama3_rates(rate, self.scaling)
         angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * rate
-        turned = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        turned = torch.polar(torch.full_like(angle, size), angle).to(torch.complex128)
         pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * turned
-        return torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)
+        return torch.cat((pairs.real, pairs.imag, rest), -1).to(x.dtype)
 
 
 def llama3_rates(rate: Tensor, scaling: RotaryScaling) -> Tensor:
@@ -83,21 +102,34 @@ def llama3_rates(rate: Tensor, scaling: RotaryScaling) -> Tensor:
     return torch.where(wave < length / scaling.high_freq_factor, rate, scaled)
 
 
+def yarn_rates(base: float, dim: int, scaling: RotaryScaling) -> tuple[Tensor, float]:
+    """YaRN's scaling as the paper writes it, by turns: rates, and the factor of cosines and sines."""
+    pair = torch.arange(dim // 2, dtype=torch.float64)
+    rate = base ** (-2 * pair / dim)
+    turning = [
+        math.log(scaling.original_max_position_embeddings / (2 * math.pi * beta)) / math.log(base) * dim / 2
+        for beta in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    low, high = (math.floor(turning[0]), math.ceil(turning[1])) if scaling.truncate else turning
+    ramp = ((pair - max(low, 0)) / (min(high, dim - 1) - max(low, 0))).clamp(0, 1)
+    return rate / scaling.factor * ramp + rate * (1 - ramp), 0.1 * math.log(scaling.factor) + 1
+
+
 class PlainMLP(nn.Module):
     def __init__(self, o: TransformerOptions) -> None:
         super().__init__()
-        self.gated = o.mlp == "swiglu"
+        self.gated = {"swiglu": F.silu, "geglu_tanh": partial(F.gelu, approximate="tanh")}.get(o.mlp)
         wide = o.ffn_hidden_size
         self.up: nn.Module
-        if self.gated:
+        if self.gated is not None:
             self.up = nn.ModuleDict({name: nn.Linear(o.hidden_size, wide, o.bias) for name in ("gate", "value")})
         else:
             self.up = nn.Linear(o.hidden_size, wide, o.bias)
         self.down = nn.Linear(wide, o.hidden_size, o.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down(F.silu(self.up["gate"](x)) * self.up["value"](x))
+        if self.gated is not None:
+            return self.down(self.gated(self.up["gate"](x)) * self.up["value"](x))
         return self.down(F.gelu(self.up(x)))
 
 
@@ -125,13 +157,26 @@ class PlainMoE(nn.Module):
 def plain_norm(o: TransformerOptions) -> nn.Module:
     if o.norm == "layernorm":
         return nn.LayerNorm(o.hidden_size, eps=o.norm_eps, bias=o.bias)
-    return nn.RMSNorm(o.hidden_size, eps=o.norm_eps)
+    return plain_rms_norm(o, o.hidden_size)
+
+
+def plain_rms_norm(o: TransformerOptions, size: int) -> nn.Module:
+    kind = ZeroCentered if o.norm == "zero_centered_rmsnorm" else nn.RMSNorm
+    return kind(size, eps=o.norm_eps)
+
+
+class ZeroCentered(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, None, self.eps) * (1 + self.weight)
 
 
 class PlainBlock(nn.Module):
     def __init__(self, o: TransformerOptions, layer: int = 0) -> None:
         super().__init__()
-        self.attention_norm = plain_norm(o)
+        place = o.norm_place if isinstance(o, DecoderOptions) else "before"
+        before, after = place != "after", place != "before"
+        self.attention_norm = plain_norm(o) if before else None
         if isinstance(o, LlamaOptions) and o.latent is not None:
             self.attention: nn.Module = PlainLatentAttention(
                 o.hidden_size, o.num_heads, o.latent, o.bias, o.rotary_base
@@ -139,11 +184,19 @@ class PlainBlock(nn.Module):
         else:
             self.attention = PlainAttention(o, layer)
         has_experts = isinstance(o, LlamaOptions) and o.experts is not None and o.experts.is_in(layer)
-        self.mlp_norm, self.mlp = plain_norm(o), PlainMoE(o) if has_experts else PlainMLP(o)  # type: ignore[arg-type]
+        self.attention_out_norm = plain_norm(o) if after else None
+        self.mlp_norm = plain_norm(o) if before else None
+        self.mlp = PlainMoE(o) if has_experts else PlainMLP(o)  # type: ignore[arg-type]
+        self.mlp_out_norm = plain_norm(o) if after else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        for before, part, after in (
+            (self.attention_norm, self.attention, self.attention_out_norm),
+            (self.mlp_norm, self.mlp, self.mlp_out_norm),
+        ):
+            y = part(x if before is None else before(x))
+            x = x + (y if after is None else after(y))
+        return x
 
 
 class PlainGPT(nn.Module):
@@ -161,12 +214,13 @@ class PlainGPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
+        x = self.embedding(ids) * (self.options.embedding_scale or 1.0)
         if self.positions is not None:
             x = x + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits, cap = self.head(self.norm(x)), self.options.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss_sum(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss as its definition reads: sums over valid tokens of -log softmax, smoothed, with the z-loss."""

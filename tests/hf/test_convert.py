@@ -227,7 +227,9 @@ WRITTEN = {
     "qwen3_moe": dict(experts=dict(num=4, ffn_size=8, every=2), qk_norm=True),
     "qwen3": dict(qk_norm=True),
     "mistral": dict(window=8),
-    "no mistral, since global_every = 6 .not None.": dict(window=8, global_every=6),
+    "no mistral, since attention_pattern = .'local', 'global'. .not .'local',..": dict(
+        window=8, attention_pattern=("local", "global")
+    ),
     "no mixtral, since experts.bias_update = 0.1": dict(experts=dict(num=4, bias_update=0.1)),
     "no mixtral, since experts.ffn_size = 8 .not ffn_hidden_size = 384": dict(experts=dict(num=4, ffn_size=8)),
     "no llama, since experts = {..} .not None.": dict(experts=dict(num=4, shared=8)),

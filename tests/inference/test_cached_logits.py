@@ -16,6 +16,7 @@ from colossus.inference import Sampling, generate, load_model
 from colossus.inference.config import WeightSource, generation_config
 from colossus.inference.decoding import Decoding
 from colossus.layers.kv_cache import KeyValueCache
+from colossus.sequence_parallel.mask import CAUSAL
 
 #: the sizes of the parts: a prompt, single tokens, some at once, across the size at which there is more room
 PARTS = (3, 1, 4, 1, 1, 2)
@@ -180,9 +181,9 @@ def test_learned_positions_end_a_text(sources: dict[str, WeightSource]) -> None:
 
 def test_an_attention_that_is_called_twice_in_a_forward_is_refused() -> None:
     attention, cache = torch.nn.Identity(), KeyValueCache()
-    cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
+    cache.attend(attention, *torch.ones(3, 1, 1, 2, 4), CAUSAL)
     with pytest.raises(ValueError, match="every attention must be called once in each forward"):
-        cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
+        cache.attend(attention, *torch.ones(3, 1, 1, 2, 4), CAUSAL)
 
 
 def test_logits_that_are_no_numbers_are_told(sources: dict[str, WeightSource]) -> None:

@@ -17,6 +17,7 @@ import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
+from colossus.sequence_parallel.mask import CAUSAL, FULL
 from colossus.sharded_tensor.placement import Place, placement_of
 from colossus.sharded_tensor.regions import with_sequence
 from colossus.sharded_tensor.tensor import plain, wrap
@@ -193,7 +194,9 @@ def test_attention_drops_its_weights(causal: bool, kv_heads: int) -> None:
     """Against torch's own attention, given the mask that was drawn, under a mask that leaves one query nothing."""
     context = ParallelContext(grid())
     attention: Any = colossus.build(
-        lambda: layers.Attention(12, 4, kv_heads, causal=causal, dropout=0.3), context, dtype=torch.float64
+        lambda: layers.Attention(12, 4, kv_heads, mask=CAUSAL if causal else FULL, dropout=0.3),
+        context,
+        dtype=torch.float64,
     ).train()
     kept = []
 

@@ -23,6 +23,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers import attention
 from colossus.layers.linear import share_input
 from colossus.sequence_parallel import tiles
+from colossus.sequence_parallel.mask import CAUSAL, FULL
 from colossus.sharded_tensor.tensor import plain
 
 
@@ -229,7 +230,7 @@ def test_long_documents_need_no_mask_of_all_tokens(causal: bool, monkeypatch: py
     for module in (attention, tiles):
         monkeypatch.setattr(module, "TILE", 3)
     torch.manual_seed(0)
-    layer = layers.Attention(12, 3, causal=causal).double()
+    layer = layers.Attention(12, 3, mask=CAUSAL if causal else FULL).double()
     x = torch.randn(2, 10, 12, dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 2], [3, 3, 3, 3, 3, 3, 3, -1, -1, -1]])
     same = (documents[:, :, None] == documents[:, None, :])[:, None]

@@ -38,13 +38,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
     "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, every=2)},
     "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
-    "llama windows": {**LLAMA, "window": 3, "global_every": 2},
+    "llama windows": {**LLAMA, "window": 3, "attention_pattern": ["local", "global"]},
     "llama latent": {
         **LLAMA,
         "num_kv_heads": None,
         "head_dim": None,
         "rotary_scaling": None,
         "latent": dict(kv_rank=12, q_rank=18, nope_dim=4, rope_dim=6, value_dim=5),
+    },
+    "llama chunks": {**LLAMA, "chunk": 5, "window": 4, "rotary_fraction": 0.7, "norm_place": "after"},
+    "like gemma": {
+        **LLAMA,
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "norm": "zero_centered_rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu_tanh",
+        "window": 5,
+        "attention_pattern": ["local", "global"],
+        "rotary_base_local": 100.0,
+        "rotary_scaling": dict(factor=4.0, rope_type="linear"),
+        "attention_scale": 0.6,
+        "soft_cap": 0.5,
+        "embedding_scale": 4.9,
+        "logit_cap": 0.8,
+        "tie_embeddings": True,
+    },
+    "like gpt-oss": {
+        **LLAMA,
+        "window": 3,
+        "attention_pattern": ["local", "global"],
+        "sinks": True,
+        "bias": True,
+        "rotary_scaling": dict(factor=8.0, original_max_position_embeddings=64, rope_type="yarn", truncate=False),
     },
     "vit": VIT,
     "vit mean": dict(
@@ -118,6 +144,7 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "4 ranks": (
         ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-v"), ("llama tied", "data 2 x 1d sharded 2"),
         ("llama qk_norm", "2d"), ("llama latent", "zb-h1"), ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
+        ("like gemma", "2d"), ("like gpt-oss", "1d sharded 4"),
     ),
 }  # fmt: skip
 
@@ -128,9 +155,28 @@ def test_both_follow_one_process(group: str) -> None:
     compare({case: PLANS[case[1]] for case in FEW[group]}, "fp64", STEPS)
 
 
-def test_a_llama_follows_it_under_sequence_parallelism() -> None:
-    plan = 4, dict(sequence=dict(size=2, mode="ring"), tensor=2), {}
-    compare({("llama", "ring x 1d"): plan}, "fp64", STEPS, num_kv_heads=4)
+#: the plans with a sequence axis
+SEQUENCE: dict[str, Plan] = {
+    "ring x 1d": (4, dict(sequence=dict(size=2, mode="ring"), tensor=2), {}),
+    "ulysses x pipeline": (4, dict(sequence=dict(size=2, mode="ulysses"), pipeline=2), scheduled("1f1b", 2)),
+    "hybrid": (4, dict(sequence=dict(size=4, mode="hybrid")), {}),
+}
+
+
+@pytest.mark.rest("llama chunks-ring x 1d", "like gpt-oss-ulysses x pipeline", "like gemma-ring x 1d")
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("llama", "ring x 1d"),
+        ("like gemma", "hybrid"),
+        ("like gpt-oss", "ring x 1d"),
+        ("llama chunks", "ring x 1d"),
+        ("like gpt-oss", "ulysses x pipeline"),
+        ("like gemma", "ring x 1d"),
+    ],
+)
+def test_models_follow_it_under_sequence_parallelism(model: str, plan: str) -> None:
+    compare({(model, plan): SEQUENCE[plan]}, "fp64", STEPS, num_kv_heads=4)
 
 
 @pytest.mark.parametrize("mode", ["ring", *long("ulysses")])
@@ -144,7 +190,7 @@ def test_latents_follow_it_under_sequence_parallelism(mode: str) -> None:
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_plan_follows_one_process_for_twenty_steps(model: str, world: int, precision: str) -> None:
-    more = dict(num_kv_heads=6) if model in ("llama tied", "llama qk_norm") and world == 6 else {}
+    more = dict(num_kv_heads=6) if model in ("llama tied", "llama qk_norm", "like gemma") and world == 6 else {}
     cases = {(model, name): plan for name, plan in PLANS.items() if plan[0] == world}
     compare(cases, precision, LONG, **more)
 

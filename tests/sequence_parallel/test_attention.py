@@ -18,13 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossus.comm import accounting, links, shared_memory
+from colossus.comm import accounting, collectives, links, shared_memory
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
 from colossus.sequence_parallel import kernels, ring_attention, tiles
 from colossus.sequence_parallel.attend import attend
+from colossus.sequence_parallel.mask import CAUSAL, FAR, FULL, Mask
 from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
@@ -39,12 +40,13 @@ class Case:
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 5
-    causal: bool = True
+    mask: Mask = CAUSAL
     documents: str | None = None
-    window: int | None = None
     dtype: torch.dtype = torch.float64
     seed: int = 0
     scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
 
     def draw(self, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, of all tokens."""
@@ -55,6 +57,10 @@ class Case:
             for shape in (*shapes, shapes[0])
         )
         return q, k, v, dout
+
+    def draw_sinks(self) -> Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        return torch.randn(self.heads, generator=generator, dtype=torch.float64) if self.sinks else None
 
     def draw_documents(self, total: int) -> Tensor | None:
         """Numbers of the documents [batch, total]."""
@@ -74,24 +80,34 @@ class Case:
         return torch.where(torch.arange(total) < lengths, packed, -1)
 
 
+def dense(mask: Mask, total: int) -> Tensor:
+    """What a mask means, [total, total]: by its sizes, not by the ranges of positions that they make."""
+    query, key = torch.arange(total)[:, None], torch.arange(total)
+    near = (query - key <= mask.left) & (key - query <= mask.right)
+    behind_prefix = (key > query) & (key >= mask.prefix_size)
+    return near & (query // mask.chunk_size == key // mask.chunk_size) & ~behind_prefix
+
+
 @cache
 def oracle(case: Case, total: int) -> list[Tensor]:
-    """out, dq, dk, dv of plain attention in float64, the whole score matrix at once."""
+    """out, dq, dk, dv (dsinks) of plain attention in float64, the whole score matrix at once."""
     *inputs, dout = (x.double() for x in case.draw(total))
     q, k, v = (x.requires_grad_() for x in inputs)
     group = case.heads // case.kv_heads
     scale = case.scale or 1 / math.sqrt(case.head_dim)
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    sees = torch.ones(total, total, dtype=torch.bool)
-    if case.causal:
-        sees = sees.tril()
-    if case.window is not None:
-        sees = sees & ~sees.tril(-case.window)
+    if case.soft_cap is not None:
+        scores = (scores / case.soft_cap).tanh() * case.soft_cap
+    sees = dense(case.mask, total)
     documents = case.draw_documents(total)
     if documents is not None:
         sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
-    out = scores.masked_fill(~sees, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    scores, sinks = scores.masked_fill(~sees, float("-inf")), case.draw_sinks()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.requires_grad_()[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    out = scores.softmax(-1)[..., :total] @ v.repeat_interleave(group, 1)
+    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-2}
@@ -131,22 +147,27 @@ class Run:
         documents = self.case.draw_documents(self.total)
         self.documents = None if documents is None else documents[:, self.mine]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         case = self.case
-        options: dict[str, Any] = dict(documents=self.documents, window=case.window, scale=case.scale)
-        return attend(q, k, v, *self.groups, causal=case.causal, **options)
+        options: dict[str, Any] = dict(scale=case.scale, soft_cap=case.soft_cap, sinks=sinks)
+        return attend(q, k, v, *self.groups, mask=case.mask, documents=self.documents, **options)
 
     def results(self, function: Any = None) -> list[Tensor]:
         *inputs, dout = self.inputs
-        q, k, v = (x.detach().requires_grad_() for x in inputs)
-        out = (function or self.attend)(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+        sinks = self.case.draw_sinks()
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
+        out = (function or self.attend)(*leaves)
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        for group in self.groups if sinks is not None else ():
+            results[4] = collectives.all_reduce(results[4], group).wait()
+        return results
 
     def check(self, results: list[Tensor]) -> None:
         wanted = oracle(self.case, self.total)
-        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
-            assert got.dtype == self.case.dtype
-            error = (got.double() - whole[:, :, self.mine]).abs().max() / max(1.0, whole.abs().max())
+        for name, got, whole in zip(("out", "dq", "dk", "dv", "dsinks"), results, wanted, strict=False):
+            assert got.dtype == (self.case.dtype if name != "dsinks" else torch.float64)
+            own = whole[:, :, self.mine] if name != "dsinks" else whole
+            error = (got.double() - own).abs().max() / max(1.0, whole.abs().max())
             assert error < TOLERANCE[self.case.dtype], f"{name} is off by {error:.1e} in {self.case}"
 
 
@@ -166,15 +187,34 @@ def _exact(context: ParallelContext, cases: list[Case]) -> None:
 
 
 DOCUMENTS = [None, "packed", "padding", "any", "one"]
-SHAPES = [
-    Case(causal=causal, documents=documents, kv_heads=kv_heads, heads=8, local=local)
-    for causal in (True, False)
-    for documents in DOCUMENTS
-    for kv_heads, local in ((8, 2), (4, 6))
-] + [
-    Case(window=window, documents=documents, kv_heads=kv_heads, heads=8, local=6)
-    for window, documents, kv_heads in ((1, None, 8), (2, None, 4), (3, "packed", 8), (5, "any", 4), (9, None, 4))
-]
+SHAPES = (
+    [
+        Case(mask=mask, documents=documents, kv_heads=kv_heads, heads=8, local=local)
+        for mask in (CAUSAL, FULL)
+        for documents in DOCUMENTS
+        for kv_heads, local in ((8, 2), (4, 6))
+    ]
+    + [
+        Case(mask=mask, documents=documents, kv_heads=kv_heads, heads=8, local=6)
+        for mask, documents, kv_heads in (
+            (Mask.window(0), None, 8),
+            (Mask.window(1), None, 4),
+            (Mask.window(2), "packed", 8),
+            (Mask.window(4), "any", 4),
+            (Mask.window(8), None, 4),
+            (Mask.window(3, 2), None, 8),
+            (CAUSAL & Mask.chunk(5), "packed", 4),
+            (Mask.chunk(8) & Mask.window(30, 3), None, 4),
+            (Mask.prefix(7), None, 8),
+            (Mask.prefix(9) & Mask.window(4, 5), "padding", 4),
+        )
+    ]
+    + [
+        Case(kv_heads=4, heads=8, local=6, sinks=True),
+        Case(mask=Mask.window(3), kv_heads=8, heads=8, local=6, soft_cap=0.7),
+        Case(mask=FULL, documents="padding", kv_heads=4, heads=8, local=6, sinks=True, soft_cap=0.9),
+    ]
+)
 
 
 @pytest.mark.rest("1-4", "4-1")
@@ -191,13 +231,25 @@ def _exact_with_tiles(context: ParallelContext, cases: list[Case], tile: int) ->
 
 
 @st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    """Any mask of the algebra: an intersection of its kinds."""
+    mask = draw(st.sampled_from([FULL, CAUSAL]))
+    if draw(st.booleans()):
+        mask &= Mask.window(draw(st.integers(0, 30)), draw(st.integers(0, 30)))
+    if draw(st.booleans()):
+        mask &= Mask.chunk(draw(st.integers(1, 30)))
+    if draw(st.booleans()):
+        mask &= Mask.prefix(draw(st.integers(0, 30)))
+    return mask
+
+
+@st.composite
 def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Case]:
     cases = []
     for _ in range(6):
         kv_heads = ulysses_ranks * draw(st.integers(1, 2))
         # a ring rank has two chunks, which its Ulysses ranks share
         local = draw(st.integers(1, 11).filter(lambda n: ring_ranks == 1 or n * ulysses_ranks % 2 == 0))
-        causal = draw(st.booleans())
         cases.append(
             Case(
                 local=local,
@@ -205,11 +257,12 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
                 heads=kv_heads * draw(st.integers(1, 3)),
                 kv_heads=kv_heads,
                 head_dim=draw(st.integers(1, 9)),
-                causal=causal,
+                mask=draw(masks()),
                 documents=draw(st.sampled_from(DOCUMENTS)),
-                window=draw(st.none() | st.integers(1, 30)) if causal else None,
                 seed=draw(st.integers(0, 1000)),
                 scale=draw(st.sampled_from([None, 0.7])),
+                soft_cap=draw(st.sampled_from([None, 0.8])),
+                sinks=draw(st.booleans()),
             )
         )
     return cases
@@ -255,7 +308,7 @@ def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple
     else:
         checkpointing.UNITS.discard(ring_attention.RING_ATTENTION)
     groups = sequence_groups(context)
-    for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
+    for case in (Case(documents="padding"), Case(mask=FULL, kv_heads=2), Case()):
         run = Run(case, groups)
         weight = torch.linspace(0.5, 1.5, case.head_dim, dtype=case.dtype)
 
@@ -325,50 +378,80 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
         assert values.backward == 2 * values.forward
 
 
-@given(ring=st.integers(1, 6), chunk=st.integers(1, 5), window=st.integers(1, 70))
-def test_steps_of_a_window_are_those_with_work(ring: int, chunk: int, window: int) -> None:
-    tokens = 2 * chunk
+@given(ring=st.integers(1, 6), chunk=st.integers(1, 5), mask=masks())
+def test_steps_of_a_mask_are_those_with_work(ring: int, chunk: int, mask: Mask) -> None:
+    tokens = tiles.RingTokens(2 * chunk, ring)
     busy = {
         step
         for step in range(ring)
         for rank in range(ring)
-        if any(tiles.attention_tiles(tokens, ring, rank, (rank - step) % ring, True, window=window))
+        if any(tiles.attention_tiles(mask, tokens, rank, (rank - step) % ring))
     }
-    assert tiles.needed_steps(tokens, ring, window) == sorted(busy)
+    assert tiles.needed_steps(mask, tokens) == tuple(sorted(busy))
 
 
-@given(
-    ring=st.integers(1, 4), chunk=st.integers(1, 6), window=st.integers(1, 50), size=st.integers(1, 5), data=st.data()
-)
-def test_tiles_of_a_window_have_each_of_its_pairs_once(
-    ring: int, chunk: int, window: int, size: int, data: st.DataObject
+@given(ring=st.integers(1, 4), chunk=st.integers(1, 6), mask=masks(), size=st.integers(1, 5), data=st.data())
+def test_tiles_of_a_mask_have_each_of_its_pairs_once(
+    ring: int, chunk: int, mask: Mask, size: int, data: st.DataObject
 ) -> None:
-    positions = [zigzag_order(2 * chunk * ring, ring)[rank * 2 * chunk :][: 2 * chunk] for rank in range(ring)]
-    computed = torch.zeros(2 * chunk * ring, 2 * chunk * ring, dtype=torch.int64)
+    total, tokens = 2 * chunk * ring, tiles.RingTokens(2 * chunk, ring)
+    positions = [zigzag_order(total, ring)[rank * 2 * chunk :][: 2 * chunk] for rank in range(ring)]
+    computed = torch.zeros(total, total, dtype=torch.int64)
     with patch.object(tiles, "TILE", size), patch.object(tiles, "MASKED_TILE", data.draw(st.integers(size, 9))):
         for query_rank, key_rank in product(range(ring), repeat=2):
-            for tile in tiles.attention_tiles(2 * chunk, ring, query_rank, key_rank, True, window=window):
+            for tile in tiles.attention_tiles(mask, tokens, query_rank, key_rank):
                 rows, columns = positions[query_rank][tile.queries], positions[key_rank][tile.keys]
                 sees = torch.ones(len(rows), len(columns), dtype=torch.int64)
                 sees = sees if tile.mask is None else sees * tile.mask[0, 0]
                 computed[torch.tensor(rows)[:, None], torch.tensor(columns)] += sees.tril() if tile.causal else sees
-    behind = torch.arange(2 * chunk * ring)[:, None] - torch.arange(2 * chunk * ring)
-    assert torch.equal(computed, ((behind >= 0) & (behind < window)).long())
+    assert torch.equal(computed, dense(mask, total).long())
+    assert mask.num_pairs(total) == dense(mask, total).sum()
+    simple = mask.within(total)
+    assert torch.equal(dense(simple, total), dense(mask, total))
+    if simple.is_causal:
+        assert not dense(mask, total).triu(1).any()
+
+
+@given(one=masks(), other=masks())
+def test_an_intersection_has_the_pairs_of_both(one: Mask, other: Mask) -> None:
+    small, large = sorted((one.chunk_size, other.chunk_size))
+    if large < FAR and large % small:
+        with pytest.raises(ValueError, match="must be a multiple"):
+            one & other
+        return
+    both = one & other
+    assert torch.equal(dense(both, 40), dense(one, 40) & dense(other, 40))
+    assert both == other & one
+
+
+def test_masks_print_as_they_are_written() -> None:
+    printed = {
+        "causal": Mask.causal(),
+        "full": Mask.full(),
+        "window(3, 0)": Mask.causal() & Mask.window(3, 9),
+        "causal & chunk(4)": Mask.chunk(8) & Mask.causal() & Mask.chunk(4),
+        "window(all, 2) & prefix(5)": Mask.prefix(5) & Mask(right=2),
+    }
+    assert {str(mask): mask for mask in printed.values()} == printed
+    with pytest.raises(ValueError, match=r"chunk\(6\) & chunk\(4\): the size of one chunk must be a multiple"):
+        Mask.chunk(6) & Mask.chunk(4)
+    with pytest.raises(ValueError, match=r"window\(-1, 0\): sizes of a mask cannot be negative"):
+        Mask.window(-1)
 
 
 def test_a_window_is_sent_to_neighbours_only() -> None:
-    case = Case(local=6, window=3)
+    case = Case(local=6, mask=Mask.window(2))
     oracle(case, 4 * case.local)
     block = case.batch * case.kv_heads * case.local * case.head_dim
     for (forward, backward), _ in run_ranks(4, _counted, case, plan=plan(4)):
         assert (forward, backward) == (2 * 2 * block, 2 * 4 * block)
 
 
-def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
+def computed(ranks: int, index: int, length: int, mask: Mask = CAUSAL) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for tile in tiles.attention_tiles(length, ranks, index, source, causal):
+        for tile in tiles.attention_tiles(mask, tiles.RingTokens(length, ranks), index, source):
             rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
             scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
@@ -380,7 +463,7 @@ def test_every_rank_computes_the_same_and_none_computes_what_is_masked(ranks: in
     shares = [computed(ranks, index, total // ranks) for index in range(ranks)]
     assert max(shares) == min(shares)
     assert sum(shares) == total * (total + 1) // 2, "as many as causal attention has in one process"
-    assert sum(computed(ranks, index, 64, causal=False) for index in range(ranks)) == (64 * ranks) ** 2
+    assert sum(computed(ranks, index, 64, FULL) for index in range(ranks)) == (64 * ranks) ** 2
 
 
 def _kernel_calls(context: ParallelContext, case: Case, documents: Tensor | None) -> tuple[list[bool], list[bool]]:
@@ -427,7 +510,7 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
+    assert not list(tiles.attention_tiles(FULL, tiles.RingTokens(4, 2), 0, 1, between[:, :4], between[:, 4:]))
 
 
 # -- the tests can fail ------------------------------------------------------------------------------------
@@ -440,9 +523,25 @@ def _tokens_in_order(context: ParallelContext) -> None:
         _exact(context, [Case()])
 
 
-def test_these_tests_can_fail() -> None:
+def _a_sink_in_each_step(context: ParallelContext) -> None:
+    """Every block of keys has the sink beside it, not their sum alone."""
+    forward = kernels.block_forward
+
+    def with_sink(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = forward(*args, **options)
+        return out, torch.logaddexp(lse, case_sinks[:, None])
+
+    case = Case(sinks=True)
+    case_sinks = case.draw_sinks()
+    assert case_sinks is not None
+    with patch.object(ring_attention, "block_forward", with_sink):
+        _exact(context, [case])
+
+
+@pytest.mark.parametrize("wrong", [_tokens_in_order, _a_sink_in_each_step])
+def test_these_tests_can_fail(wrong: Any) -> None:
     with pytest.raises(RankError, match="out is off"):
-        run_ranks(4, _tokens_in_order, plan=plan(4))
+        run_ranks(4, wrong, plan=plan(4))
 
 
 # -- order, kernels, errors --------------------------------------------------------------------------------
@@ -523,7 +622,7 @@ def _errors(context: ParallelContext) -> list[str]:
     ]
     for inputs, given_groups, documents in attempts:
         try:
-            attend(*inputs, *given_groups, causal=True, documents=documents)
+            attend(*inputs, *given_groups, mask=CAUSAL, documents=documents)
             told.append("nothing")
         except ValueError as error:
             told.append(str(error))

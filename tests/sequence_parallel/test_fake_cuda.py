@@ -21,6 +21,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import tiles
 from colossus.sequence_parallel.attend import attend
+from colossus.sequence_parallel.mask import CAUSAL, FULL
 
 WORLD, TOKENS = 4, 13
 MODES = ("ring", "ulysses", "hybrid")
@@ -42,7 +43,7 @@ def attention(rank: int, mode: str) -> None:
         )
         documents = torch.zeros(3, 6, dtype=torch.int64, device=device) if has_documents else None
         with Waits():
-            out = attend(q, k, v, split.ring, split.ulysses, causal=causal, documents=documents)
+            out = attend(q, k, v, split.ring, split.ulysses, mask=CAUSAL if causal else FULL, documents=documents)
             out.sum().backward()
         assert (out.shape, out.device, out.dtype) == (q.shape, device, dtype)
         for x in (q, k, v):
@@ -78,7 +79,7 @@ class Reader(nn.Module):
         super().__init__()
         self.table = layers.Embedding(53, 24)
         self.positions = layers.PositionEmbedding(TOKENS, 24)
-        self.block = layers.TransformerBlock(24, 4, causal=False, dropout=0.1)
+        self.block = layers.TransformerBlock(24, 4, mask=FULL, dropout=0.1)
         self.head = nn.Linear(24, 53)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:

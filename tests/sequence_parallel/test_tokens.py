@@ -170,7 +170,7 @@ class Ours(nn.Module):
         self.block = layers.TransformerBlock(16, 4, 2)
         self.block.mlp = Of(lambda m, x: m.down(torch.relu(m.up(x))), up=nn.Linear(16, 24), down=nn.Linear(24, 16))
         self.first = nn.Linear(16, 16)
-        self.attention = layers.Attention(16, 4, causal=False, rotary=True)
+        self.attention = layers.Attention(16, 4, mask=layers.Mask.full(), rotary=True)
         self.pair = nn.Sequential(layers.Linear(16, 24, split="column"), nn.GELU(), layers.Linear(24, 16, split="row"))
         self.norm = layers.LayerNorm(16)
         self.head = layers.LMHead(16, 19)

@@ -64,7 +64,7 @@ def test_every_plan_follows_the_one_process_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["hybrid 4", *long("ring 4", "ulysses 4")])
 def test_windows(name: str) -> None:
     world, parallel, more = PLANS[name]
-    model = dict(positions="rotary", window=5, global_every=2)
+    model = dict(positions="rotary", window=5, attention_pattern=("local", "global"))
     assert_parity(run_plan(world, config(parallel, model=model, **more), STEPS), alone(**model), "fp64")
 
 

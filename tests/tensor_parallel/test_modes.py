@@ -26,6 +26,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.conjugate import start
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.sequence_parallel.mask import CAUSAL, FULL
 from colossus.tensor_parallel import move_plan
 
 HIDDEN, HEADS, WIDE = 24, 6, 36
@@ -226,8 +227,8 @@ def cases() -> Iterator[Case]:
     for name, mask in masks():
         for causal in (False, True):
             yield Case(f"attention, mask of {name}, causal {causal}",
-                       partial(layers.Attention, HIDDEN, HEADS, causal=causal), partial(PlainMasked, causal),
-                       (x, mask))  # fmt: skip
+                       partial(layers.Attention, HIDDEN, HEADS, mask=CAUSAL if causal else FULL),
+                       partial(PlainMasked, causal), (x, mask))  # fmt: skip
     for place in (layers.to_whole, layers.to_residual):
         for kind in ("gpt", "llama"):
             o = options_of(kind, HIDDEN, HEADS, WIDE)
