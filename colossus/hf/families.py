@@ -71,9 +71,8 @@ class Llama(Family):
         Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rope_theta", "rotary_base", 10000.0),
     )
-    fixed: ClassVar[Mapping[str, Any]] = dict(
-        positions="rotary", norm="rmsnorm", qk_norm=False, experts=None, window=None, chunk=None, latent=None
-    )  # fmt: skip
+    fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm")
+    written = ("rotary_scaling",)
     #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
@@ -155,7 +154,7 @@ class Mistral(Llama):
         *llama_keys("attention_bias", "mlp_bias", intermediate_size=14336, max_position_embeddings=131072),
         Key("sliding_window", "window"),
     )
-    fixed = {name: value for name, value in Llama.fixed.items() if name != "window"} | {"bias": False}
+    fixed = {**Llama.fixed, "bias": False}
     derived = ("attention_pattern",)
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -192,7 +191,7 @@ class GPT2(Family):
         Key("tie_word_embeddings", "tie_embeddings", True),
     )
     required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False, window=None, chunk=None)
+    fixed = dict(positions="learned", norm="layernorm", bias=True)
     derived = ("num_kv_heads", "head_dim")
     #: older versions saved their causal masks
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")

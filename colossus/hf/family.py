@@ -21,6 +21,10 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
 Shape = tuple[int, ...]
 
+#: options that say nothing about a trained model; all others that a family does not name must have their defaults
+_OF_TRAINING = frozenset(
+    ("dropout", "attention_dropout", "activation_checkpoint", "label_smoothing", "z_loss", "sparse_embeddings")
+)
 TABLE, HEAD = "embedding.weight", "head.weight"
 
 
@@ -140,6 +144,7 @@ class Family(ABC):
         required: keys of its config that must have these values, which are their defaults.
         fixed: options that have these values in all of its models.
         derived: options that its config cannot set, because they follow from others.
+        written: options beside those of ``keys`` that `to_spec` and `to_config` read and write.
         ignored: patterns (`fnmatch`) of tensors that are no parameters of our model.
     """
 
@@ -151,6 +156,7 @@ class Family(ABC):
     required: ClassVar[Mapping[str, Any]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
     derived: ClassVar[tuple[str, ...]] = ()
+    written: ClassVar[tuple[str, ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
@@ -205,6 +211,12 @@ class Family(ABC):
         allowed |= {name: [getattr(follow, name)] for name in self.derived}
         allowed |= {key.ours: list(dict.fromkeys(key.choices.values())) for key in self.keys if key.choices}
         fields = type(options).model_fields
+        named = {name.partition(".")[0] for name in (*allowed, *self.written, *(key.ours for key in self.keys))}
+        allowed |= {
+            name: [field.default]
+            for name, field in fields.items()
+            if name not in named | _OF_TRAINING and field.default_factory is None
+        }
         sections = {name.partition(".")[0] for name in allowed if "." in name}
         missing = {name for name in sections if getattr(options, name, None) is None}
         compared = {

@@ -59,7 +59,7 @@ class DeepseekV3(Llama):
         attention_bias=False, rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
     )
     fixed: ClassVar[Mapping[str, Any]] = {
-        "norm": "rmsnorm", "bias": False, "qk_norm": False, "window": None, "global_every": None,
+        "norm": "rmsnorm", "bias": False,
         "experts.score": "sigmoid", "experts.every": 1, "experts.capacity": None,
     }  # fmt: skip
     derived = ("num_kv_heads", "head_dim")

@@ -14,8 +14,6 @@ from colossus.registry import HF_FAMILIES
 _FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
-    "latent": None,
-    "chunk": None,
     "experts.shared": None,
     "experts.score": "softmax",
     "experts.scale": 1.0,
@@ -67,7 +65,7 @@ class Mixtral(Llama):
         Key("sliding_window", "window"),
     )
     required = dict(router_jitter_noise=0.0)
-    fixed = {**_FIXED, "qk_norm": False, "experts.norm_topk": True, "experts.every": 1}
+    fixed = {**_FIXED, "experts.norm_topk": True, "experts.every": 1}
     derived = ("attention_pattern",)
 
     def differences(self, options: Any) -> list[str]:
@@ -108,7 +106,7 @@ class Qwen3MoE(Qwen3):
         Key("decoder_sparse_step", "experts.every", 1),
     )
     required = dict(Qwen3.required, mlp_only_layers=[])
-    fixed = {**_FIXED, "qk_norm": True, "window": None}
+    fixed = {**_FIXED, "qk_norm": True}
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         """Return our model as a spec; transformers 5 writes ``num_local_experts`` and reads both keys."""

@@ -230,6 +230,8 @@ WRITTEN = {
     "no mistral, since attention_pattern = .'local', 'global'. .not .'local',..": dict(
         window=8, attention_pattern=("local", "global")
     ),
+    "no llama, since sinks = True .not False.": dict(sinks=True),
+    "no llama, since rotary_fraction = 0.5 .not 1.0.": dict(rotary_fraction=0.5),
     "no mixtral, since experts.bias_update = 0.1": dict(experts=dict(num=4, bias_update=0.1)),
     "no mixtral, since experts.ffn_size = 8 .not ffn_hidden_size = 384": dict(experts=dict(num=4, ffn_size=8)),
     "no llama, since experts = {..} .not None.": dict(experts=dict(num=4, shared=8)),
