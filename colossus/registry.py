@@ -160,6 +160,8 @@ HF_FAMILIES = Registry(
     {
         "deepseek_v2": "colossus.hf.latent_families:DeepseekV2",
         "deepseek_v3": "colossus.hf.latent_families:DeepseekV3",
+        "gemma2": "colossus.hf.gemma_families:Gemma2",
+        "gemma3_text": "colossus.hf.gemma_families:Gemma3",
         "gpt2": "colossus.hf.families:GPT2",
         "llama": "colossus.hf.families:Llama",
         "mistral": "colossus.hf.families:Mistral",

@@ -72,7 +72,7 @@ class Llama(Family):
         Key("rope_theta", "rotary_base", 10000.0),
     )
     fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm")
-    written = ("rotary_scaling",)
+    written: ClassVar[tuple[str, ...]] = ("rotary_scaling",)
     #: older versions saved the frequencies of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
@@ -97,11 +97,13 @@ class Llama(Family):
     def attention_rows(self, options: Any) -> list[Row]:
         hidden, theirs, ours = options.hidden_size, "model.layers.*.self_attn", "blocks.*.attention"
         queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
+        norms = ("q_norm", "k_norm") if options.qk_norm else ()
         return [
             *module(f"{theirs}.q_proj", f"{ours}.qkv.query", queries, hidden, bias=options.bias),
             *module(f"{theirs}.k_proj", f"{ours}.qkv.key", keys, hidden, bias=options.bias),
             *module(f"{theirs}.v_proj", f"{ours}.qkv.value", keys, hidden, bias=options.bias),
             *module(f"{theirs}.o_proj", f"{ours}.out", hidden, queries, bias=options.bias),
+            *(row(f"{theirs}.{norm}.weight", f"{ours}.{norm}.weight", options.head_dim) for norm in norms),
         ]
 
     def mlp_rows(self, options: Any) -> list[Row]:
@@ -135,13 +137,6 @@ class Qwen3(Llama):
     )
     required = dict(attention_bias=False, use_sliding_window=False)
     fixed = {**Llama.fixed, "qk_norm": True, "bias": False}
-
-    def attention_rows(self, options: Any) -> list[Row]:
-        return [
-            *super().attention_rows(options),
-            row("model.layers.*.self_attn.q_norm.weight", "blocks.*.attention.q_norm.weight", options.head_dim),
-            row("model.layers.*.self_attn.k_norm.weight", "blocks.*.attention.k_norm.weight", options.head_dim),
-        ]
 
 
 @HF_FAMILIES.register("mistral")

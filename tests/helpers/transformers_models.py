@@ -15,6 +15,7 @@ from helpers.training import batch_of
 from helpers.twins import llama3_rates
 from torch import Tensor, nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.gemma2 import modeling_gemma2
 
 from colossus.hf.hf_folder import read_folder
 from colossus.layers.block_options import RotaryScaling
@@ -28,6 +29,8 @@ SCALING = dict(
     rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )  # fmt: skip
+#: transformers gives a padding token's row of the table no gradient as an input, and by default Gemma has one
+_GEMMA: dict[str, Any] = dict(num_hidden_layers=3, num_key_value_heads=2, head_dim=8, pad_token_id=None)
 _GPT2: dict[str, Any] = dict(
     n_embd=24, n_layer=2, n_head=4, n_positions=TOKENS, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0,
     attn_pdrop=0.0, layer_norm_epsilon=1e-3, bos_token_id=1, eos_token_id=2,
@@ -80,6 +83,24 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         **_LATENT, q_lora_rank=None, n_shared_experts=2, topk_method="group_limited_greedy"
     ),
     "deepseek v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=20),
+    "gemma2": transformers.Gemma2Config(
+        **_LLAMA | _GEMMA,
+        sliding_window=4,
+        query_pre_attn_scalar=11,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=0.9,
+        attn_implementation="eager",
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **_LLAMA | _GEMMA,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=20,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=4.0, rope_theta=500.0),
+            sliding_attention=dict(rope_type="default", rope_theta=70.0),
+        ),
+    ),
     "vit": transformers.ViTConfig(**_VIT),
 }
 
@@ -108,15 +129,29 @@ def in_float64(model: Any) -> Any:
     if hasattr(model, "model"):
         model.model.rotary_emb = _Rotary64(model.config)
         for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
+            if type(module).__name__.startswith("Gemma") and "Norm" in type(module).__name__:
+                module.forward = partial(_zero_centered_norm, module)
+            elif type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_rms_norm, module)
             elif type(module).__name__.endswith("TopKRouter"):
                 module.forward = partial(_route, module)
             elif type(module).__name__.endswith("TopkRouter"):  # of DeepSeek: its own code, with another torch.float32
                 code = type(module).forward
-                module.forward = partial(FunctionType(code.__code__, {**code.__globals__, "torch": _TORCH64}), module)
+                module.forward = partial(_with_torch64(code), module)
+        embedding = model.model.embed_tokens
+        if hasattr(embedding, "embed_scale"):
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=torch.float64)
+        code = modeling_gemma2.eager_attention_forward
+        modeling_gemma2.eager_attention_forward = _with_torch64(code)
         modeling_deepseek_v2.apply_rotary_emb = _turn
     return model
+
+
+def _with_torch64(function: Any) -> Any:
+    """The function with another ``torch.float32``."""
+    return FunctionType(
+        function.__code__, {**function.__globals__, "torch": _TORCH64, "nn": nn}, None, function.__defaults__
+    )
 
 
 _TORCH64 = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
@@ -133,6 +168,10 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
+def _zero_centered_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], None, module.eps) * (1 + module.weight)
+
+
 def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(x.reshape(-1, x.shape[-1]), module.weight)
     weights, experts = logits.softmax(-1).topk(module.top_k, -1)
@@ -145,13 +184,23 @@ class _Rotary64(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = dict(config.rope_parameters)
+        self.kinds = nn.ModuleDict()
+        if "full_attention" in rope:  # one for each kind of layer
+            for name, own in rope.items():
+                self.kinds[name] = _Rotary64(
+                    SimpleNamespace(**{**vars(config), "model_type": "", "rope_parameters": own})
+                )
+            return
         dim = config.head_dim or config.hidden_size // config.num_attention_heads
         base, kind = rope.pop("rope_theta"), rope["rope_type"]
         rates = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind == "llama3" else rates
+        self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind != "default" else rates
         self.is_complex = config.model_type == "deepseek_v2"
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if layer_type is not None:
+            angles: tuple[Tensor, Tensor] = self.kinds[layer_type](x, position_ids)
+            return angles
         if self.is_complex:
             angles = position_ids[..., None].double() * self.rates
             return torch.polar(torch.ones_like(angles), angles)
