@@ -19,7 +19,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # fewer key/value heads than four ranks; every frequency is scaled otherwise
     "llama": dict(
         type="Llama", num_layers=2, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=64, vocab_size=61,
-        seq_len=LENGTH, window=4, rotary_base=100.0,
+        seq_len=LENGTH, window=4, attention_pattern=("local", "global"), rotary_base=100.0, rotary_base_local=50.0,
+        sinks=True, soft_cap=0.5, attention_scale=0.6, rotary_fraction=0.7, logit_cap=2.0,
         rotary_scaling=dict(factor=8.0, original_max_position_embeddings=16),
     ),
     "latent": dict(
