@@ -21,6 +21,7 @@ from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import Times, simulate
+from colossus.sequence_parallel.mask import Mask
 from colossus.sequence_parallel.modes import zigzag_order
 from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -34,7 +35,7 @@ DARK = "#333333"
 
 def drawings() -> dict[str, str]:
     """Return the pictures that need no matplotlib: file name -> SVG."""
-    draws = (plan, weights, pair, reshard, graphs, zigzag, forms_of_weights, host_and_device)
+    draws = (plan, weights, pair, reshard, graphs, zigzag, masks, forms_of_weights, host_and_device)
     pictures = {f"{draw.__name__.replace('_', '-')}.svg": draw() for draw in draws}
     return pictures | {f"timeline-{kind}.svg": timeline(kind) for kind in ("1f1b", "zb-h1", "zb-v")}
 
@@ -201,6 +202,30 @@ def zigzag() -> str:
         tiles = sum(query + 1 for query in range(chunks) if owner[query] == rank)
         shapes.append(_rect(400, 20 + rank * 56, 140, 40, COLOURS[rank], f"rank {rank}: {tiles} of 36 tiles"))
     return _svg(564, 264, shapes)
+
+
+def masks() -> str:
+    """Draw which keys (columns) each query (row) attends to, by the ranges of positions that masks are."""
+    causal, cell, size = Mask.causal(), 14, 8
+    drawn = [
+        ("causal", causal, [0] * 8),
+        ("window(3)", Mask.window(3), [0] * 8),
+        ("window(2, 1)", Mask.window(2, 1), [0] * 8),
+        ("causal & chunk(4)", causal & Mask.chunk(4), [0] * 8),
+        ("prefix(4)", Mask.prefix(4), [0] * 8),
+        ("causal, documents", causal, [0, 0, 0, 1, 1, 1, 1, 2]),
+    ]
+    shapes: list[str] = []
+    for place, (title, mask, documents) in enumerate(drawn):
+        left = 20 + 140 * place
+        shapes.append(_text(left + cell * size / 2, 18, title))
+        for query in range(size):
+            seen = range(mask.first(query), min(mask.last(query), size - 1) + 1)
+            for key in range(size):
+                sees = key in seen and documents[key] == documents[query]
+                colour = COLOURS[documents[query]] if sees else "#ffffff"
+                shapes.append(_rect(left + key * cell, 30 + query * cell, cell, cell, colour))
+    return _svg(20 + 140 * len(drawn), 160, shapes)
 
 
 def graphs() -> str:
