@@ -295,14 +295,8 @@ STRATEGY_OPTIONS = Registry(
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
-NORMS = Registry(
-    "norm",
-    {
-        "layernorm": "colossus.layers.norm:LayerNorm",
-        "rmsnorm": "colossus.layers.norm:RMSNorm",
-        "zero_centered_rmsnorm": "colossus.layers.norm:ZeroCenteredRMSNorm",
-    },
-)
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "zero_centered_rmsnorm": "ZeroCenteredRMSNorm"}
+NORMS = Registry("norm", {name: f"colossus.layers.norm:{kind}" for name, kind in _NORMS.items()})
 MLPS = Registry(
     "MLP",
     {
