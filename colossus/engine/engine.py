@@ -140,6 +140,8 @@ class Engine:
                 "an average: leave that block first"
             )
         batch = self.inputs.dims.first(batch)
+        if (prepare := getattr(self.model, "training_batch", None)) is not None:
+            batch = prepare(batch)
         if self.config.train.batch_ramp is not None or self.config.train.samples_interact:
             self._require_size(batch)
         step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))

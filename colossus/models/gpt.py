@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +16,15 @@ from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.llama_options import LlamaOptions
+from colossus.models.multi_token import NEXT_IDS, NEXT_LABELS, NextToken, added_loss, with_next_tokens
 from colossus.models.options import DecoderOptions, GPTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
 from colossus.sequence_parallel.kernels import soft_capped
 from colossus.sharded_tensor.regions import to_whole
 
-#: the value between two blocks: the activation, with the documents of its tokens where the input has them
-Hidden = Tensor | tuple[Tensor, Tensor]
+#: the value between two blocks: the activation, with all entries of the input but its ids where it has others
+Hidden = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
 class Decoder(Transformer[DecoderOptions]):
@@ -52,33 +54,55 @@ class Decoder(Transformer[DecoderOptions]):
         self.norm = self.make_norm()
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=INIT)
+        self.next_token: NextToken | None = None
+        if o.mtp_weight:
+            norms = self.make_norm(), self.make_norm(), self.make_norm()
+            self.next_token = NextToken(o.hidden_size, self.make_block(o.num_layers - 1), norms, INIT)
 
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
         return [
             PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
             *self.block_calls(),
-            PipelineBlock(self._logits, self.norm, self.head, name="head"),
+            PipelineBlock(self._logits, self.norm, self.head, *self._further_modules(), name="head"),
         ]
+
+    def _further_modules(self) -> tuple[nn.Module, ...]:
+        """Return the modules that predict the token after the next."""
+        return () if self.next_token is None else (self.next_token, self.embedding)
+
+    def training_batch(self, batch: Any) -> Any:
+        """Return a data rank's batch of a step with what whole sequences say, before they are split."""
+        return batch if self.next_token is None else with_next_tokens(batch, self.parallel)
 
     def example_batch(self) -> dict[str, Tensor]:
         ids = torch.zeros(1, self.options.seq_len, dtype=torch.long, device="meta")
         return {"inputs": ids, "labels": ids}
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
-        ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
-        x = to_residual(self.embedding(ids), self.parallel)
-        if self.options.embedding_scale is not None:
-            x = x * self.options.embedding_scale
+        more = {key: x for key, x in inputs.items() if key != "ids"} if isinstance(inputs, dict) else {}
+        x = self._embedded(inputs["ids"] if isinstance(inputs, dict) else inputs)
         if self.positions is not None:
             x = call(self.positions, x, self.parallel)
         x = call(self.dropout, x, self.parallel)
-        return x if documents is None else (x, documents)
+        return (x, more) if more else x
 
-    def _logits(self, hidden: Hidden) -> Tensor:
-        x = hidden[0] if isinstance(hidden, tuple) else hidden
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = to_residual(self.embedding(ids), self.parallel)
+        scale = self.options.embedding_scale
+        return x if scale is None else x * scale
+
+    def _logits(self, hidden: Hidden) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits of next tokens, and of those after them in training with `next_token`."""
+        x, more = hidden if isinstance(hidden, tuple) else (hidden, {})
         if self.parallel.batch_info.only_last_token and not self.parallel.regions.residual.tokens:
             x = x[:, -1:]
         x = call(self.norm, x, self.parallel)
+        if self.next_token is None or NEXT_IDS not in more:
+            return self._headed(x)
+        further = self.next_token(x, self._embedded(more[NEXT_IDS]), more.get("documents"))
+        return self._headed(x), self._headed(further)
+
+    def _headed(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(x if is_ours(self.head) else to_whole(x))
         cap = self.options.logit_cap
         return logits if cap is None else soft_capped(logits, cap)
@@ -86,12 +110,16 @@ class Decoder(Transformer[DecoderOptions]):
     def run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:
         if not isinstance(hidden, tuple):
             return call(block, hidden, self.parallel)
-        return call(block, hidden[0], self.parallel, documents=hidden[1]), hidden[1]
+        return call(block, hidden[0], self.parallel, documents=hidden[1].get("documents")), hidden[1]
 
-    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, logits: Tensor | tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
         o = self.options
-        return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)
+        entropy = partial(cross_entropy, label_smoothing=o.label_smoothing, z_loss=o.z_loss)
+        if not isinstance(logits, tuple):
+            return entropy(logits, batch["labels"])
+        (total, count), (further, _) = entropy(logits[0], batch["labels"]), entropy(logits[1], batch[NEXT_LABELS])
+        return added_loss(total, further, o.mtp_weight, batch), count
 
 
 @MODELS.register("GPT")

@@ -208,6 +208,14 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
     label_smoothing: Probability = 0.0
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
+    #: weight of the loss of a further block that predicts the token after the next, in training alone (2412.19437)
+    mtp_weight: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _gradients_are_dense(self) -> DecoderOptions:
+        if self.mtp_weight and self.sparse_embeddings:
+            raise ValueError("mtp_weight uses the embedding twice, for which sparse_embeddings has no gradient")
+        return self
 
     def block_options(self, layer: int) -> dict[str, Any]:
         own = {"rotary": self.is_rotary, "norm_place": self.norm_place}

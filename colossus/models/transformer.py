@@ -40,30 +40,31 @@ class Transformer(nn.Module, Generic[Options]):
 
     def make_blocks(self) -> nn.ModuleList:
         """Return the transformer blocks."""
+        return nn.ModuleList(map(self.make_block, range(self.options.num_layers)))
+
+    def make_block(self, layer: int) -> TransformerBlock:
+        """Return the transformer block of a layer, from 0."""
         o = self.options
-        return nn.ModuleList(
-            TransformerBlock(
-                o.hidden_size,
-                o.num_heads,
-                o.num_kv_heads,
-                o.ffn_hidden_size,
-                bias=o.bias,
-                norm=o.norm,
-                norm_eps=o.norm_eps,
-                mlp=o.mlp,
-                dropout=o.dropout,
-                attention_dropout=o.attention_dropout,
-                activation_checkpoint=o.activation_checkpoint,
-                init=INIT,
-                out_init=Normal(0.02 / math.sqrt(2 * o.num_layers)),
-                bias_init=Constant(0.0),
-                **o.block_options(layer),
-            )
-            for layer in range(o.num_layers)
+        return TransformerBlock(
+            o.hidden_size,
+            o.num_heads,
+            o.num_kv_heads,
+            o.ffn_hidden_size,
+            bias=o.bias,
+            norm=o.norm,
+            norm_eps=o.norm_eps,
+            mlp=o.mlp,
+            dropout=o.dropout,
+            attention_dropout=o.attention_dropout,
+            activation_checkpoint=o.activation_checkpoint,
+            init=INIT,
+            out_init=Normal(0.02 / math.sqrt(2 * o.num_layers)),
+            bias_init=Constant(0.0),
+            **o.block_options(layer),
         )
 
     def make_norm(self) -> nn.Module:
-        """Return the norm behind the blocks."""
+        """Return a norm like the one behind the blocks."""
         o = self.options
         return make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
 

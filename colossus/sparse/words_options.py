@@ -49,6 +49,7 @@ class WordsOptions(GPTOptions):
             ("tie_embeddings", "the words and the softmax need tables of their own"),
             ("label_smoothing", "a sampled softmax has no logits of all words"),
             ("z_loss", "a sampled softmax has no log-partition of all words"),
+            ("mtp_weight", "a sampled softmax has no logits of further words"),
         ):
             if getattr(self, key):
                 problems.append(f"model.{key} = {getattr(self, key)!r}: {why}; leave it out")

@@ -199,6 +199,20 @@ class PlainBlock(nn.Module):
         return x
 
 
+class PlainNextToken(nn.Module):
+    """The block that predicts the token after the next, from the decoder's last activation and the next token."""
+
+    def __init__(self, o: DecoderOptions) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm, self.norm = (plain_norm(o) for _ in range(3))
+        self.join = nn.Linear(2 * o.hidden_size, o.hidden_size, bias=False)
+        self.block = PlainBlock(o, o.num_layers - 1)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        return self.norm(self.block(self.join(both)))
+
+
 class PlainGPT(nn.Module):
     options_class: type[DecoderOptions] = GPTOptions
 
@@ -212,20 +226,39 @@ class PlainGPT(nn.Module):
         self.head = nn.Linear(o.hidden_size, o.vocab_size, bias=False)
         if o.tie_embeddings:
             self.head.weight = self.embedding.weight
+        if o.mtp_weight:
+            self.next_token = PlainNextToken(o)
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids) * (self.options.embedding_scale or 1.0)
         if self.positions is not None:
             x = x + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits, cap = self.head(self.norm(x)), self.options.logit_cap
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, cap = self.head(hidden), self.options.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss_sum(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss as its definition reads: sums over valid tokens of -log softmax, smoothed, with the z-loss."""
+        """The loss by its definition; its value is that of next tokens, its gradient also that of further ones."""
+        hidden = self.hidden(ids)
+        total, count = self.sum_over_tokens(self.logits(hidden), labels)
+        if self.options.mtp_weight:
+            embedded = self.embedding(ids[:, 1:]) * (self.options.embedding_scale or 1.0)
+            logits = self.logits(self.next_token(hidden[:, :-1], embedded))
+            further, number = self.sum_over_tokens(logits, labels[:, 1:])
+            further = self.options.mtp_weight * further / number * count
+            total = total + further - further.detach()
+        return total, count
+
+    def sum_over_tokens(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over valid tokens of -log softmax, smoothed, with the z-loss."""
         o = self.options
-        logits = self(ids)
         valid = labels != -100
         log_sum = torch.logsumexp(logits, -1)
         logp = logits - log_sum.unsqueeze(-1)

@@ -6,8 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from helpers.laws import assert_parity
 from helpers.long import long
+from helpers.ranks import grid, run_ranks
 from helpers.training import (
     Trace,
     assert_is_plain_torch,
@@ -18,6 +20,10 @@ from helpers.training import (
 )
 from helpers.twins import PlainLlama, PlainViT
 from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.models.multi_token import with_next_tokens
 
 STEPS, LONG = 3, 20
 
@@ -39,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, every=2)},
     "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
     "llama windows": {**LLAMA, "window": 3, "attention_pattern": ["local", "global"]},
+    "llama mtp": {**LLAMA, "mtp_weight": 0.3, "tie_embeddings": True},
     "llama latent": {
         **LLAMA,
         "num_kv_heads": None,
@@ -99,6 +106,7 @@ PLANS: dict[str, Plan] = {
     "interleaved": (4, dict(pipeline=2, tensor=2), scheduled("interleaved", 2)),
     "zb-h1": (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("zb-h1")),
     "zb-v": (4, dict(pipeline=2, tensor=dict(mode="2.5d", size=2, depth=2)), scheduled("zb-v", 2)),
+    "pipeline x sharded": (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("1f1b")),
     "zero 2": (4, dict(data=2, tensor=2, zero=2), {}),
     "zero 3": (4, dict(data=2, pipeline=2, zero=3), scheduled("1f1b", 2)),
     "experts 2 x 1d": (4, dict(data=2, tensor=2, expert=2), {}),
@@ -143,7 +151,8 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
     "4 ranks": (
         ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-v"), ("llama tied", "data 2 x 1d sharded 2"),
-        ("llama qk_norm", "2d"), ("llama latent", "zb-h1"), ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
+        ("llama qk_norm", "2d"), ("llama latent", "zb-h1"), ("llama mtp", "pipeline x sharded"),
+        ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
         ("like gemma", "2d"), ("like gpt-oss", "1d sharded 4"),
     ),
 }  # fmt: skip
@@ -180,10 +189,25 @@ def test_models_follow_it_under_sequence_parallelism(model: str, plan: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["ring", *long("ulysses")])
-def test_latents_follow_it_under_sequence_parallelism(mode: str) -> None:
+def test_latents_and_next_tokens_follow_it_under_sequence_parallelism(mode: str) -> None:
     tensor = dict(size=2, sequence_sharded=mode == "ulysses")
     plan = 4, dict(sequence=dict(size=2, mode=mode), tensor=tensor), {}
-    compare({("llama latent", f"{mode} x 1d"): plan}, "fp64", STEPS)
+    compare({("llama latent", f"{mode} x 1d"): plan}, "fp64", STEPS, mtp_weight=0.5)
+
+
+def test_documents_end_what_next_tokens_predict() -> None:
+    """A label that is another document's token has no loss, and counts are those of all data ranks."""
+    ids = torch.arange(10).view(2, 5)
+    batch = {"inputs": dict(ids=ids, documents=torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])), "labels": ids + 1}
+    batch["labels"][0, 1] = -100
+
+    def body(context: ParallelContext) -> dict[str, Any]:
+        return with_next_tokens(batch, model_parallel_of(context))
+
+    for made in run_ranks(2, body, plan=grid(data=2)):
+        assert made["inputs"]["next_ids"].tolist() == [[1, 2, 3, 4, 0], [6, 7, 8, 9, 0]]
+        assert made["next_labels"].tolist() == [[-100, 3, -100, 5, -100], [7, 8, 9, 10, -100]]
+        assert (made["num_labels"], made["num_next_labels"]) == (2 * 9, 2 * 6)
 
 
 @pytest.mark.parametrize("precision", long("fp64", "fp32"))
