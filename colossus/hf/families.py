@@ -74,7 +74,7 @@ class Llama(Family):
     fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm")
     written: ClassVar[tuple[str, ...]] = ("rotary_scaling",)
     #: older versions saved the frequencies of the rotary positions
-    ignored = ("*rotary_emb.inv_freq",)
+    ignored: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return super().to_spec(config, overrides, problems) | read_rope(config, problems)

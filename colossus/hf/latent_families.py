@@ -63,6 +63,8 @@ class DeepseekV3(Llama):
         "experts.score": "sigmoid", "experts.every": 1, "experts.capacity": None,
     }  # fmt: skip
     derived = ("num_kv_heads", "head_dim")
+    #: its layer for multi-token prediction
+    ignored = (*Llama.ignored, "model.layers.61.*")
     #: the bias of the choice of experts; a folder says nothing of its updates
     bias_update: ClassVar[float | None] = 0.0
     #: heads, and experts that form the shared one, where the config has no key for them
@@ -87,6 +89,7 @@ class DeepseekV3(Llama):
         return super().to_config(options) | {
             "num_key_value_heads": options.num_heads,
             "n_shared_experts": experts.shared // experts.ffn_size,
+            "num_nextn_predict_layers": 0,
         }
 
     def differences(self, options: Any) -> list[str]:

@@ -207,7 +207,14 @@ class RotaryScaling(BaseModel):
         if self.rope_type != "yarn" or self.attention_factor is not None:
             return self.attention_factor or 1.0
 
-        def of(weight: float) -> float:
-            return 0.1 * weight * math.log(self.factor) + 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._of_length(self.mscale) / self._of_length(self.mscale_all_dim)
+        return self._of_length(1.0)
 
-        return of(self.mscale) / of(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else of(1.0)
+    @property
+    def score_factor(self) -> float:
+        """The factor of the scores of latent attention, whose queries and keys have parts that are not rotated."""
+        return self._of_length(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _of_length(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0

@@ -58,7 +58,8 @@ class LatentAttention(Attention):
         value_dim: features of a value.
         bias: biases in ``down`` and ``out``.
         norm_eps: epsilon of both norms.
-        mask, scale, soft_cap, sinks, dropout, rotary_base, rotary_scaling: see `Attention`.
+        mask, scale, soft_cap, sinks, dropout, rotary_base, rotary_scaling: see `Attention`; by default
+            ``scale`` has the factor that DeepSeek's ``mscale_all_dim`` gives it.
 
     Raises:
         ValueError: the tensor ranks do not divide the heads; an odd rope_dim.
@@ -101,6 +102,10 @@ class LatentAttention(Attention):
             )
         self.num_heads = self.num_kv_heads = num_heads
         self.head_dim, self.mask = head_dim, mask
+        if isinstance(rotary_scaling, Mapping):
+            rotary_scaling = RotaryScaling(**rotary_scaling)
+        if scale is None and rotary_scaling is not None:
+            scale = head_dim**-0.5 * rotary_scaling.score_factor
         self._make_scores(scale, soft_cap, sinks, dtype)
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         low = {} if q_rank is None else {"query": operator.index(q_rank)}
@@ -112,8 +117,6 @@ class LatentAttention(Attention):
         self.out = Linear(
             num_heads * value_dim, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init
         )
-        if isinstance(rotary_scaling, Mapping):
-            rotary_scaling = RotaryScaling(**rotary_scaling)
         self.rotary = Rotary(rope_dim, rotary_base, rotary_scaling)
         self.dropout: nn.Module = Dropout(dropout)
 

@@ -26,6 +26,7 @@ class Sizes:
         experts: weights of all experts of a layer.
         head: weights of the output layer over the vocabulary, 0 without one.
         embedding: weights of the token embedding, 0 if it is tied to the head.
+        next_token: weights of the product that leads to the block of multi-token prediction, 0 without that block.
     """
 
     options: TransformerOptions
@@ -36,6 +37,7 @@ class Sizes:
     experts: int
     head: int
     embedding: int
+    next_token: int
 
     @classmethod
     def of(cls, options: Any) -> Sizes | None:
@@ -69,6 +71,7 @@ class Sizes:
             attention=attention, mlp=mlp,
             experts=0 if experts is None else 3 * experts.num * o.hidden_size * (experts.ffn_size or 0),
             head=table, embedding=0 if is_tied else table,
+            next_token=2 * hidden**2 if getattr(o, "mtp_weight", 0.0) else 0,
         )  # fmt: skip
 
     @property
@@ -95,5 +98,9 @@ class Sizes:
     @property
     def stored(self) -> tuple[int, int]:
         """Return the weights of blocks and head without experts, and the weights of experts."""
-        layers = self.options.num_layers
-        return layers * self.attention + self.dense * self.mlp + self.head, (layers - self.dense) * self.experts
+        layers, sparse = self.options.num_layers, self.options.num_layers - self.dense
+        blocks, experts = layers * self.attention + self.dense * self.mlp, sparse * self.experts
+        if self.next_token:  # and a block like that of the last layer
+            blocks += self.next_token + self.attention + (0 if self.experts else self.mlp)
+            experts += self.experts
+        return blocks + self.head, experts

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers.training import batch_of
-from helpers.twins import llama3_rates
+from helpers.twins import llama3_rates, yarn_rates
 from torch import Tensor, nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.gemma2 import modeling_gemma2
@@ -42,6 +42,10 @@ _LLAMA: dict[str, Any] = dict(
 _VIT: dict[str, Any] = dict(
     hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=28, image_size=[8, 12], patch_size=4,
     num_labels=5, layer_norm_eps=1e-3,
+)  # fmt: skip
+_YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=64, mscale=0.8, mscale_all_dim=0.5,
+    beta_fast=8.0, beta_slow=1.0,
 )  # fmt: skip
 _LATENT: dict[str, Any] = dict(
     **_LLAMA, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
@@ -82,7 +86,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     "deepseek v2": transformers.DeepseekV2Config(
         **_LATENT, q_lora_rank=None, n_shared_experts=2, topk_method="group_limited_greedy"
     ),
-    "deepseek v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=20),
+    "deepseek v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=20, rope_parameters=_YARN),
     "gemma2": transformers.Gemma2Config(
         **_LLAMA | _GEMMA,
         sliding_window=4,
@@ -127,7 +131,7 @@ def in_float64(model: Any) -> Any:
     """transformers computes some things of Llama and its kin in float32 whatever its dtype; here they have that of the
     model: angles, cosines and sines of the rotary positions, what RMS norms divide by, and weights of experts."""
     if hasattr(model, "model"):
-        model.model.rotary_emb = _Rotary64(model.config)
+        model.model.rotary_emb = _Rotary64(model.config, getattr(model.model.rotary_emb, "attention_scaling", 1.0))
         for module in model.modules():
             if type(module).__name__.startswith("Gemma") and "Norm" in type(module).__name__:
                 module.forward = partial(_zero_centered_norm, module)
@@ -181,7 +185,7 @@ def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Rotary64(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, amplitude: float = 1.0) -> None:
         super().__init__()
         rope = dict(config.rope_parameters)
         self.kinds = nn.ModuleDict()
@@ -194,7 +198,11 @@ class _Rotary64(nn.Module):
         dim = config.head_dim or config.hidden_size // config.num_attention_heads
         base, kind = rope.pop("rope_theta"), rope["rope_type"]
         rates = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind != "default" else rates
+        self.rates, self.amplitude = rates, amplitude
+        if kind in ("llama3", "linear"):
+            self.rates = llama3_rates(rates, RotaryScaling(**rope))
+        elif kind == "yarn":
+            self.rates, _ = yarn_rates(base, dim, RotaryScaling(**rope))
         self.is_complex = config.model_type == "deepseek_v2"
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -203,9 +211,9 @@ class _Rotary64(nn.Module):
             return angles
         if self.is_complex:
             angles = position_ids[..., None].double() * self.rates
-            return torch.polar(torch.ones_like(angles), angles)
+            return torch.polar(torch.full_like(angles, self.amplitude), angles)
         angles = position_ids[..., None].double() * torch.cat((self.rates, self.rates))
-        return angles.cos(), angles.sin()
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
 
 def batch_for(kind: str, step: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
