@@ -18,6 +18,7 @@ from colossus.convert.layer_table import Row, row_of
 from colossus.convert.module_hooks import hooks_of, take_mode_and_hooks
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.heads import ReplicatedKV
+from colossus.layers.latent_attention import Down
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
@@ -170,7 +171,7 @@ class _Copy:
 
     def _fused(self, module: Linear | ReplicatedKV) -> nn.Module:
         name = self._names.get(id(module), "")
-        if not _is_as_written(module, Linear, ReplicatedKV):
+        if not _is_as_written(module, Linear, Down, ReplicatedKV):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is a fused Linear with a forward or parts of its "
                 f"own: put the Linear into a module of yours instead"
