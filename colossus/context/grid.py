@@ -151,6 +151,7 @@ class LayerOptions:
     Attributes:
         tensor_mode: name of a tensor mode (``1d``, ``2d``, ``2.5d``, ``3d``, or a registered one).
         sequence_mode: name of the mode that splits attention over the sequence axis.
+        sequence_chunks: chunks of a sequence on each rank of a ring.
         sequence_sharded: 1D shards activations between blocks by tokens.
         keep_gathered: backward reuses inputs that forward gathered, instead of gathering them again.
         weight_scope: the lifetime of a gathered weight: ``matmul``, ``microbatch`` or ``step``.
@@ -158,6 +159,7 @@ class LayerOptions:
 
     tensor_mode: str = "1d"
     sequence_mode: str = "ring"
+    sequence_chunks: int = 2
     sequence_sharded: bool = False
     keep_gathered: bool = False
     weight_scope: str = "matmul"
@@ -169,6 +171,7 @@ class LayerOptions:
         return cls(
             tensor_mode=tensor.mode,
             sequence_mode=parallel.sequence.mode or "ring",
+            sequence_chunks=parallel.sequence.chunks,
             sequence_sharded=tensor.sequence_sharded,
             keep_gathered=tensor.gathered == "keep",
             weight_scope=tensor.weights,

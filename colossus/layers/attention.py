@@ -254,8 +254,8 @@ class Attention(Layer):
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         query, key, value = map(to_product_dtype, (query, key, value))
-        groups = sequence.ring, sequence.ulysses
-        return attend(query, key, value, *groups, mask=self.mask, documents=documents, **self._score_options())
+        options = self._score_options() | dict(documents=documents, chunks=sequence.chunks)
+        return attend(query, key, value, sequence.ring, sequence.ulysses, mask=self.mask, **options)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Return [.., tokens, heads * head_dim] as this rank's heads [.., heads, tokens, head_dim], each normed."""

@@ -244,7 +244,7 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
         except ValueError:
             return []  # the check of the plan reports it
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
-        step = length_multiple(ring, ulysses)
+        step = length_multiple(ring, ulysses, sequence.chunks)
         if self.seq_len % step and not sequence.pad:
             by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it"
             problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")

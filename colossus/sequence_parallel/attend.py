@@ -38,6 +38,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunks: int = 2,
 ) -> Tensor:
     """Exact attention over all tokens of the R U ranks that hold a sequence.
 
@@ -55,7 +56,7 @@ def attend(
         documents: integers [batch, s]; a token attends only to tokens with the same number. Padding is a document
             of its own, say -1.
         scale: of the scores, by default head_dim ** -0.5.
-        soft_cap, sinks: see `ring_attention`; sinks [heads].
+        soft_cap, sinks, chunks: see `ring_attention`; sinks [heads].
 
     Raises:
         ValueError: when the Ulysses ranks do not divide the heads, or shapes do not fit each other.
@@ -69,7 +70,7 @@ def attend(
     if ring.size > 1 or not is_plain:
         if sinks is not None:
             sinks = sinks.chunk(ulysses.size)[ulysses.index]
-        options: dict[str, Any] = dict(documents=documents, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        options: dict[str, Any] = dict(documents=documents, scale=scale, soft_cap=soft_cap, sinks=sinks, chunks=chunks)
         out = ring_attention(q, k, v, ring, mask=mask, **options)
     else:
         grouped = q.shape[_HEADS] != k.shape[_HEADS]

@@ -4,6 +4,9 @@ A sequence is split over R ring ranks (outer) times U Ulysses ranks (inner). Und
 more keys than early ones, so each ring rank takes an early and a late chunk of the sequence (the zigzag): of 2 R equal
 chunks ring rank i has chunk i, its head, and chunk 2 R - 1 - i, its tail. Concatenated over the ring ranks these give
 the sequence in zigzag order, and rank (i, j) has shard i U + j of R U equal shards of that.
+
+The work of packed documents has many triangles in place of one: then a rank takes more chunks, two of each 2 R of the
+sequence in turn, so that each rank has tokens of all documents.
 """
 
 from __future__ import annotations
@@ -15,28 +18,34 @@ from colossus.arithmetic import nearest_multiples
 from colossus.comm import accounting
 
 
-def zigzag_order(num_tokens: int, ring: int) -> list[int]:
+def chunks_of(rank: int, ring: int, chunks: int = 2) -> list[int]:
+    """Return the numbers of a ring rank's chunks, rising: two of each turn, to and fro over the ranks."""
+    if ring == 1:
+        return [0]
+    return [turn + number for turn in range(0, ring * chunks, 2 * ring) for number in (rank, 2 * ring - 1 - rank)]
+
+
+def zigzag_order(num_tokens: int, ring: int, chunks: int = 2) -> list[int]:
     """Token indices in zigzag order: cut into R U equal shards, they are what the ranks hold.
 
     Args:
         num_tokens: of the sequence.
         ring: ring ranks; with one the sequence stays as it is.
+        chunks: of each ring rank.
     """
-    if ring == 1:
-        return list(range(num_tokens))
-    chunk = num_tokens // (2 * ring)
-    starts = [number * chunk for index in range(ring) for number in (index, 2 * ring - 1 - index)]
+    chunk = num_tokens // (chunks * ring) if ring > 1 else num_tokens
+    starts = [number * chunk for rank in range(ring) for number in chunks_of(rank, ring, chunks)]
     return [token for start in starts for token in range(start, start + chunk)]
 
 
-def length_multiple(ring: int, ulysses: int) -> int:
+def length_multiple(ring: int, ulysses: int, chunks: int = 2) -> int:
     """Return the number of which the length of a sequence must be a multiple."""
-    return math.lcm(2 * ring, ring * ulysses) if ring > 1 else ulysses
+    return math.lcm(chunks * ring, ring * ulysses) if ring > 1 else ulysses
 
 
-def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
+def require_divisible(num_tokens: int, ring: int, ulysses: int, chunks: int = 2) -> None:
     """Raise ValueError for a sequence that does not split evenly, with the lengths nearest to it that do."""
-    multiple = length_multiple(ring, ulysses)
+    multiple = length_multiple(ring, ulysses, chunks)
     if num_tokens % multiple:
         lengths = " and ".join(map(str, nearest_multiples(num_tokens, multiple)))
         raise ValueError(

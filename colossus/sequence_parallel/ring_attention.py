@@ -29,6 +29,7 @@ def ring_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunks: int = 2,
 ) -> Tensor:
     """Exact attention over the tokens of all ranks of ``group``.
 
@@ -49,13 +50,14 @@ def ring_attention(
         scale: of the scores, by default head_dim ** -0.5.
         soft_cap: the bound of the scores, if any, see `block_forward`.
         sinks: [heads], a score of each head beside those of the keys, whose value is zero (2309.17453; gpt-oss).
+        chunks: of each rank, see `colossus.sequence_parallel.modes`.
 
     Raises:
         ValueError: when heads are no multiple of kv_heads, s is odd, or documents do not fit.
     """
-    _check(q, k, v, documents, group)
+    _check(q, k, v, documents, group, chunks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _RingAttention.apply(q, k, v, documents, sinks, group.key, mask.sizes, scale, soft_cap)
+    return _RingAttention.apply(q, k, v, documents, sinks, group.key, mask.sizes, scale, soft_cap, chunks)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -110,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
         if sinks is not None:
             weights = (sinks[:, None] - lse).exp()
             dsinks = -(weights * (grads[0] * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq, dk, dv, None, dsinks, *[None] * 4
+        return dq, dk, dv, None, dsinks, *[None] * 5
 
 
 def _forward(
@@ -123,6 +125,7 @@ def _forward(
     mask: Sequence[int],
     scale: float,
     soft_cap: float | None,
+    chunks: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
 
@@ -134,7 +137,7 @@ def _forward(
     lse = torch.full_like(out[..., 0], float("-inf"))
     if sinks is not None:
         lse.copy_(sinks[:, None])
-    tokens = RingTokens(q.shape[-2], group.size)
+    tokens = RingTokens(q.shape[-2], group.size, chunks)
     steps, largest = needed_steps(Mask(*mask), tokens), None if soft_cap is None else TILE
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group, steps):
         block = Mask(*mask), tokens, group.index, source, documents
@@ -165,6 +168,7 @@ def _backward(
     mask: Sequence[int],
     scale: float,
     soft_cap: float | None,
+    chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v; see `_RingAttention`.
 
@@ -193,7 +197,7 @@ def _backward(
 
     own_grads: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    tokens = RingTokens(q.shape[-2], group.size)
+    tokens = RingTokens(q.shape[-2], group.size, chunks)
     steps, largest = needed_steps(Mask(*mask), tokens), None if soft_cap is None else TILE
     hops = [following - step for step, following in pairwise([*steps, group.size])]
     blocks = _rotating_blocks(k, v, documents, group, steps)
@@ -252,17 +256,17 @@ def _wide_zeros(x: Tensor) -> Tensor:
     return x.new_zeros(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup, chunks: int) -> None:
     batch, heads, tokens, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != (tokens, head_dim) or heads % k.shape[1]:
         raise located_error(
             f"attention over a sequence: queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)} must "
             f"be [batch, heads, tokens, head_dim] alike, but for fewer key and value heads that divide the queries'"
         )
-    if group.size > 1 and tokens % 2:
+    if group.size > 1 and tokens % chunks:
         raise located_error(
-            f"ring attention: a rank holds an early and a late chunk of equal length, not {tokens} tokens: "
-            f"the number must be even"
+            f"ring attention: a rank holds {chunks} chunks of equal length, not {tokens} tokens: the number must be a "
+            f"multiple of {chunks}"
         )
     if documents is not None and (documents.shape != (batch, tokens) or documents.is_floating_point()):
         raise located_error(
@@ -285,7 +289,7 @@ def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any)
 # torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
 _library = torch.library.Library("colossus", "FRAGMENT")
 _arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
-_options = "str group_key, int[] mask, float scale, float? soft_cap"
+_options = "str group_key, int[] mask, float scale, float? soft_cap, int chunks"
 _library.define(f"ring_attention({_arguments}, Tensor? sinks, {_options}) -> (Tensor, Tensor)")
 _saved = f"{_arguments}, Tensor out, Tensor lse"
 _library.define(f"ring_attention_backward(Tensor dout, {_saved}, {_options}) -> (Tensor, Tensor, Tensor)")

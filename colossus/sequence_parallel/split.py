@@ -22,6 +22,7 @@ class SequenceSplit:
         mode: how attention looks past the tokens of a rank.
         axes: the atomic axes over which tokens are split, outermost first.
         num_shards: ranks that hold one sequence.
+        chunks: of the sequence, on each ring rank.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -29,6 +30,7 @@ class SequenceSplit:
         self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.options.sequence_mode)
         self.axes = context.grid.axes("sequence")
         self.num_shards = context.size(self.axes)
+        self.chunks = context.options.sequence_chunks
         self._ring_size = context.size(self.mode.ring)
         self._ulysses_size = context.size(self.mode.ulysses)
         self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
@@ -43,7 +45,7 @@ class SequenceSplit:
 
     def padded_length(self, num_tokens: int) -> int:
         """Return the smallest length of at least ``num_tokens`` that the mode can split evenly."""
-        return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
+        return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size, self.chunks))
 
     def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
         """Return the position in the sequence of each token of one shard, [num_local]; one object for each shard.
@@ -56,8 +58,8 @@ class SequenceSplit:
         key = num_local, index, num_shards, device
         if key not in self._positions:
             num_tokens = num_local * num_shards
-            require_divisible(num_tokens, self._ring_size, self._ulysses_size)
-            shard = zigzag_order(num_tokens, self._ring_size)[index * num_local : (index + 1) * num_local]
+            require_divisible(num_tokens, self._ring_size, self._ulysses_size, self.chunks)
+            shard = zigzag_order(num_tokens, self._ring_size, self.chunks)[index * num_local : (index + 1) * num_local]
             if len(self._positions) >= _MAX_SHARDS:
                 self._positions.clear()
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
@@ -76,6 +78,6 @@ class SequenceSplit:
             ValueError: the mode cannot split that number of tokens evenly.
         """
         num_tokens = x.shape[dim]
-        require_divisible(num_tokens, self._ring_size, self._ulysses_size)
+        require_divisible(num_tokens, self._ring_size, self._ulysses_size, self.chunks)
         index = self._context.index(self.axes)
         return x.index_select(dim, self.positions(num_tokens // self.num_shards, index, self.num_shards, x.device))

@@ -17,12 +17,13 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from colossus.sequence_parallel.mask import CAUSAL, FULL, Mask
+from colossus.sequence_parallel.modes import chunks_of
 
 #: tokens of a tile: large enough that a kernel call costs little beside its work
 TILE = 512
@@ -49,19 +50,19 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class RingTokens:
-    """The tokens of each rank of a ring: ``num_tokens`` in a head and a tail chunk; one rank has one chunk."""
+    """The tokens of each rank of a ring, ``num_tokens`` in an even number of chunks; a ring of one rank has one chunk."""
 
     num_tokens: int
     ring: int
+    chunks: int = 2
 
     @property
     def chunk_size(self) -> int:
-        return self.num_tokens // 2 if self.ring > 1 else self.num_tokens
+        return self.num_tokens // self.chunks if self.ring > 1 else self.num_tokens
 
     def starts(self, rank: int) -> list[int]:
         """Return the position of the first token of each of a rank's chunks."""
-        numbers = (rank, 2 * self.ring - 1 - rank) if self.ring > 1 else (0,)
-        return [number * self.chunk_size for number in numbers]
+        return [number * self.chunk_size for number in chunks_of(rank, self.ring, self.chunks)]
 
     def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Yield a rank's tokens in ranges of at most ``size``: (first row, number of rows, position of the first)."""
@@ -161,14 +162,17 @@ def needed_steps(mask: Mask, tokens: RingTokens) -> tuple[int, ...]:
 
 
 def _unmasked_tiles(mask: Mask, tokens: RingTokens, query_rank: int, key_rank: int) -> Iterator[AttentionTile]:
-    """Yield the tile of a causal or a full mask of one document."""
-    everything, half = slice(0, tokens.num_tokens), tokens.num_tokens // 2
+    """Yield the tiles of a causal or a full mask of one document; chunks that see as many keys are one tile."""
     if mask == FULL or query_rank == key_rank:
+        everything = slice(0, tokens.num_tokens)
         yield AttentionTile(everything, everything, mask == CAUSAL)
-    elif key_rank < query_rank:
-        yield AttentionTile(everything, slice(0, half))
-    else:
-        yield AttentionTile(slice(half, tokens.num_tokens), everything)
+        return
+    rows = [tokens.row(key_rank, start) for start in tokens.starts(query_rank)]
+    for count, places in groupby(range(len(rows)), key=rows.__getitem__):
+        first, *others = places
+        if count:
+            queries = slice(first * tokens.chunk_size, (first + len(others) + 1) * tokens.chunk_size)
+            yield AttentionTile(queries, slice(0, count))
 
 
 def _key_ranges(

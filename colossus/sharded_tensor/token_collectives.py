@@ -205,7 +205,8 @@ def attend_to_all(call: Call, parallel: HasRegions, places: Sequence[Place], tot
         and not (query.shape[1] % ulysses or key.shape[1] % ulysses)
         and all(place == Place(2) for place in places)
     ):
-        return attend(query, key, value, sequence.ring, sequence.ulysses, mask=CAUSAL if causal else FULL, scale=scale)
+        mask, groups = CAUSAL if causal else FULL, (sequence.ring, sequence.ulysses)
+        return attend(query, key, value, *groups, mask=mask, scale=scale, chunks=sequence.chunks)
     key, value = (gather_tokens(x, place, parallel) for x, place in zip((key, value), places[1:], strict=True))
     if causal:
         queries, keys = (torch.arange(total, device=query.device) for total in totals)

@@ -47,6 +47,7 @@ class Case:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    chunks: int = 2
 
     def draw(self, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, of all tokens."""
@@ -121,10 +122,10 @@ def sequence_groups(context: ParallelContext) -> Groups:
     return context.group("ring"), context.group("ulysses")
 
 
-def shard_of(total: int, ring: AxisGroup, ulysses: AxisGroup) -> list[int]:
+def shard_of(total: int, ring: AxisGroup, ulysses: AxisGroup, chunks: int) -> list[int]:
     """The tokens that a rank holds."""
     size = total // (ring.size * ulysses.size)
-    return zigzag_order(total, ring.size)[(ring.index * ulysses.size + ulysses.index) * size :][:size]
+    return zigzag_order(total, ring.size, chunks)[(ring.index * ulysses.size + ulysses.index) * size :][:size]
 
 
 def plan(ring_ranks: int, ulysses_ranks: int = 1) -> RankGrid:
@@ -142,14 +143,14 @@ class Run:
 
     def __post_init__(self) -> None:
         self.total = self.case.local * math.prod(group.size for group in self.groups)
-        self.mine = torch.tensor(shard_of(self.total, *self.groups))
+        self.mine = torch.tensor(shard_of(self.total, *self.groups, self.case.chunks))
         self.inputs = [x[:, :, self.mine] for x in self.case.draw(self.total)]
         documents = self.case.draw_documents(self.total)
         self.documents = None if documents is None else documents[:, self.mine]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         case = self.case
-        options: dict[str, Any] = dict(scale=case.scale, soft_cap=case.soft_cap, sinks=sinks)
+        options: dict[str, Any] = dict(scale=case.scale, soft_cap=case.soft_cap, sinks=sinks, chunks=case.chunks)
         return attend(q, k, v, *self.groups, mask=case.mask, documents=self.documents, **options)
 
     def results(self, function: Any = None) -> list[Tensor]:
@@ -211,6 +212,9 @@ SHAPES = (
     ]
     + [
         Case(kv_heads=4, heads=8, local=6, sinks=True),
+        Case(kv_heads=8, heads=8, local=12, chunks=6),
+        Case(mask=Mask.window(9), kv_heads=8, heads=8, local=8, chunks=4),
+        Case(documents="packed", kv_heads=4, heads=8, local=16, chunks=8),
         Case(mask=Mask.window(3), kv_heads=8, heads=8, local=6, soft_cap=0.7),
         Case(mask=FULL, documents="padding", kv_heads=4, heads=8, local=6, sinks=True, soft_cap=0.9),
     ]
@@ -249,7 +253,8 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
     for _ in range(6):
         kv_heads = ulysses_ranks * draw(st.integers(1, 2))
         # a ring rank has two chunks, which its Ulysses ranks share
-        local = draw(st.integers(1, 11).filter(lambda n: ring_ranks == 1 or n * ulysses_ranks % 2 == 0))
+        chunks = draw(st.sampled_from([2, 2, 4, 6]))
+        local = draw(st.integers(1, 12).filter(lambda n: ring_ranks == 1 or n * ulysses_ranks % chunks == 0))
         cases.append(
             Case(
                 local=local,
@@ -263,6 +268,7 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
                 scale=draw(st.sampled_from([None, 0.7])),
                 soft_cap=draw(st.sampled_from([None, 0.8])),
                 sinks=draw(st.booleans()),
+                chunks=chunks,
             )
         )
     return cases
@@ -378,9 +384,9 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
         assert values.backward == 2 * values.forward
 
 
-@given(ring=st.integers(1, 6), chunk=st.integers(1, 5), mask=masks())
-def test_steps_of_a_mask_are_those_with_work(ring: int, chunk: int, mask: Mask) -> None:
-    tokens = tiles.RingTokens(2 * chunk, ring)
+@given(ring=st.integers(1, 6), chunk=st.integers(1, 5), mask=masks(), chunks=st.sampled_from([2, 4]))
+def test_steps_of_a_mask_are_those_with_work(ring: int, chunk: int, mask: Mask, chunks: int) -> None:
+    tokens = tiles.RingTokens(chunks * chunk, ring, chunks)
     busy = {
         step
         for step in range(ring)
@@ -394,8 +400,10 @@ def test_steps_of_a_mask_are_those_with_work(ring: int, chunk: int, mask: Mask) 
 def test_tiles_of_a_mask_have_each_of_its_pairs_once(
     ring: int, chunk: int, mask: Mask, size: int, data: st.DataObject
 ) -> None:
-    total, tokens = 2 * chunk * ring, tiles.RingTokens(2 * chunk, ring)
-    positions = [zigzag_order(total, ring)[rank * 2 * chunk :][: 2 * chunk] for rank in range(ring)]
+    chunks = data.draw(st.sampled_from([2, 4]))
+    own, total = chunks * chunk, chunks * chunk * ring
+    tokens = tiles.RingTokens(own, ring, chunks)
+    positions = [zigzag_order(total, ring, chunks)[rank * own :][:own] for rank in range(ring)]
     computed = torch.zeros(total, total, dtype=torch.int64)
     with patch.object(tiles, "TILE", size), patch.object(tiles, "MASKED_TILE", data.draw(st.integers(size, 9))):
         for query_rank, key_rank in product(range(ring), repeat=2):
@@ -466,6 +474,17 @@ def test_every_rank_computes_the_same_and_none_computes_what_is_masked(ranks: in
     assert sum(computed(ranks, index, 64, FULL) for index in range(ranks)) == (64 * ranks) ** 2
 
 
+@pytest.mark.parametrize(("chunks", "most"), [(2, 3.0), (16, 1.1)])
+def test_chunks_spread_packed_documents(chunks: int, most: float) -> None:
+    """Scores of the rank with most over the mean, 16 documents of the lengths of files on 4 ranks."""
+    sizes = [900, 15000, 340, 4200, 7400, 120, 26000, 2300, 610, 9800, 5100, 3300, 12200, 1800, 450, 8816]
+    work = torch.cat([torch.arange(1, size + 1) for size in sizes]).double()
+    order = torch.tensor(zigzag_order(len(work), 4, chunks))
+    share = work[order].view(4, -1).sum(1)
+    worst = (share.max() / share.mean()).item()
+    assert (1.3 if chunks == 2 else 1.0) < worst < most
+
+
 def _kernel_calls(context: ParallelContext, case: Case, documents: Tensor | None) -> tuple[list[bool], list[bool]]:
     """Whether each kernel call had a mask, forward and backward."""
     run = Run(case, sequence_groups(context))
@@ -519,7 +538,7 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
 def _tokens_in_order(context: ParallelContext) -> None:
     """No zigzag: each ring rank has consecutive tokens."""
 
-    with patch.dict(globals(), zigzag_order=lambda total, ring: list(range(total))):
+    with patch.dict(globals(), zigzag_order=lambda total, ring, chunks: list(range(total))):
         _exact(context, [Case()])
 
 
@@ -633,7 +652,7 @@ def test_errors_explain() -> None:
     words = [
         "3 heads on each tensor rank do not divide over 2 ranks",
         "queries (2, 4, 6, 8), keys (2, 3, 6, 8)",
-        "not 5 tokens: the number must be even",
+        "not 5 tokens: the number must be a multiple of 2",
         "documents (2, 12) of torch.int64 must be whole numbers [batch, tokens] = [2, 6]",
     ]
     for told in run_ranks(2, _errors, plan=plan(2)):
