@@ -136,7 +136,7 @@ class SequenceSection(SizedSection):
     mode: str | None = None
     #: ranks of the inner axis of "hybrid"; None: the largest divisor of the size up to its square root
     ulysses: Count | None = None
-    #: chunks of a sequence on each rank of a ring; more than 2 spread packed documents more evenly
+    #: chunks of a sequence on each rank of a ring, an even number; more than 2 spread packed documents more evenly
     chunks: Annotated[int, Field(ge=2, multiple_of=2)] = 2
     #: whether sequences that do not divide are padded: inputs with 0, integer labels with -100
     pad: bool = False

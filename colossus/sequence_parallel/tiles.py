@@ -50,7 +50,7 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class RingTokens:
-    """The tokens of each rank of a ring, ``num_tokens`` in an even number of chunks; a ring of one rank has one chunk."""
+    """The tokens of each rank of a ring, ``num_tokens`` in an even number of chunks; one rank has one chunk."""
 
     num_tokens: int
     ring: int
