@@ -26,6 +26,8 @@ _OF_TRAINING = frozenset(
     ("dropout", "attention_dropout", "activation_checkpoint", "label_smoothing", "z_loss", "sparse_embeddings")
 )
 TABLE, HEAD = "embedding.weight", "head.weight"
+#: families whose differing options an error lists
+_NEAREST = 3
 
 
 @dataclass(frozen=True)
@@ -276,14 +278,21 @@ def family_of(kind: str, options: Any) -> Family:
     Raises:
         CheckpointError: there is none; the message names the options that differ.
     """
-    refused = []
+    refused: list[tuple[int, str, str]] = []
     for name in HF_FAMILIES.names():
         family: Family = HF_FAMILIES.get(name)()
         if kind in family.ours:
             differences = family.differences(options)
             if not differences:
                 return family
-            refused.append(f"no {family.model_type}, since {', '.join(differences)}")
+            refused.append((len(differences), family.model_type, ", ".join(differences)))
     if not refused:
-        refused = [f"a {kind}; models that can be written are {', '.join(MODEL_OPTIONS.names())}"]
-    raise CheckpointError(f"the model cannot be written for Hugging Face: it is {'; '.join(refused)}")
+        names = ", ".join(MODEL_OPTIONS.names())
+        raise CheckpointError(
+            f"the model cannot be written for Hugging Face: it is a {kind}; models that can be written are {names}"
+        )
+    nearest = sorted(refused)[:_NEAREST]
+    words = [f"no {name}, since {differences}" for _, name, differences in nearest]
+    if others := [name for _, name, _ in sorted(refused)[_NEAREST:]]:
+        words.append(f"nor, by more options, {', '.join(sorted(others))}")
+    raise CheckpointError(f"the model cannot be written for Hugging Face: it is {'; '.join(words)}")

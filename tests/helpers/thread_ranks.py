@@ -50,6 +50,7 @@ class ThreadRanks:
         vars(sequence).update(
             _context=context, mode=Ring if ring else Ulysses, axes=("sequence",), num_shards=self.size,
             _ring_size=self.size if ring else 1, _ulysses_size=1 if ring else self.size, _positions={},
+            chunks=2,
         )  # fmt: skip
         self.parallel: Any = SimpleNamespace(
             context=context, regions=Regions(_WHOLE, _WHOLE, _WHOLE), sequence=sequence, batch_info=BatchInfo()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import trainer
+from planted_bugs import trainer
 
 from colossus.cli.main import main
 from colossus.context.local_ranks import LocalRanks
