@@ -84,17 +84,17 @@ def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]]]:
             chunks.setdefault(f"model/{name}", []).append((chunk, info))
             files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
     _require_files(folder, files)
-    listed = {name: FileEntry(size, 0) for name, size in files.items()}
+    entries_of_files = {name: FileEntry(size, 0) for name, size in files.items()}
     return Manifest(
-        0, path.stat().st_mtime, {}, {"axes": {}, "text": "no plan: a folder of DCP"}, {}, listed, entries
+        0, path.stat().st_mtime, {}, {"axes": {}, "text": "no plan: a folder of DCP"}, {}, entries_of_files, entries
     ), chunks
 
 
 def _require_files(folder: Path, files: Mapping[str, int]) -> None:
     for name, size in files.items():
         try:
-            there = (folder / name).stat().st_size
+            num_bytes = (folder / name).stat().st_size
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name}: cannot be read: {error.strerror}") from None
-        if there < size:
-            raise DamagedCheckpoint(f"{folder / name}: has {there} bytes of {size}; take another checkpoint")
+        if num_bytes < size:
+            raise DamagedCheckpoint(f"{folder / name}: has {num_bytes} bytes of {size}; take another checkpoint")

@@ -46,9 +46,11 @@ class DCPReader(CheckpointReader):
             ]
             if all(start < stop for start, stop in spans):
                 value = self._read(key, info, tuple(chunk.sizes))
-                here = tuple(slice(a - first, b - first) for (a, b), first in zip(spans, chunk.offsets, strict=True))
-                there = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, box, strict=True))
-                out[there].copy_(value[here])
+                in_chunk = tuple(
+                    slice(a - first, b - first) for (a, b), first in zip(spans, chunk.offsets, strict=True)
+                )
+                in_box = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, box, strict=True))
+                out[in_box].copy_(value[in_chunk])
 
     def _read(self, key: str, info: Any, sizes: tuple[int, ...]) -> Tensor:
         place = info.relative_path, info.offset

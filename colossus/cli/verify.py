@@ -46,7 +46,6 @@ def make_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     if Path(arguments.file).is_dir():
-        return call(
-            "colossus.verify.record_report", "run", arguments, "file", "overrides", "tolerance", "nproc", "steps"
-        )
+        records = argparse.Namespace(run=arguments.file, others=arguments.overrides, tolerance=arguments.tolerance)
+        return call("colossus.verify.record_report", "run", records)
     return call("colossus.verify.run_verify", "run", arguments, "file", "overrides")

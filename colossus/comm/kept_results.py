@@ -188,7 +188,7 @@ def _active_results() -> list[KeptResults]:
 
 
 class KeptReads:
-    """What one forward has read from its device, in order: a recomputation of it under any checkpointing reads nothing.
+    """The values that one forward has read from its device, in order; its recomputation reads them from here.
 
     A read makes the host wait until the device has come to it, and the device then waits for the host.
     """

@@ -19,7 +19,7 @@ Kinds = Annotated[tuple[Literal["local", "global"], ...], BeforeValidator(_as_tu
 
 
 class AttentionOptions(BaseModel):
-    """What a token attends to in each layer, the scores, and the rotary positions."""
+    """The options of attention: tokens that one attends to in each layer, scores, and rotary positions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -53,7 +53,7 @@ def factor_of(value: Tensor, reference: Tensor) -> float:
     return (value * reference).sum().item() / square if square else math.nan
 
 
-def causes_of_start(whole: Whole, reference: Tensor, name: str) -> Iterator[str]:
+def causes_of_start(whole: Whole, reference: Tensor) -> Iterator[str]:
     """Yield what explains the difference of an initial value."""
     boxes = list(whole.copies.values())
     if len(boxes) > 1 and any(
@@ -195,27 +195,27 @@ def _where(gradient: Whole, reference: Tensor, bound: float) -> str:
     return f"{len(wrong)} of {len(rows)} rows are wrong ({span}), the others right"
 
 
-def cause_of_all(gradients: Mapping[str, Whole], references: Mapping[str, Tensor], scene: Scene) -> str:
+def cause_of_all(gradients: Mapping[str, Whole], references: Mapping[str, Whole], scene: Scene) -> str:
     """Return what all gradients together say: one factor for every one of them."""
-    names = [name for name in references if name in gradients and references[name].any()]
-    factors = [factor_of(gradients[name].value, references[name]) for name in names]
+    names = [name for name in references if name in gradients and references[name].value.any()]
+    factors = [factor_of(gradients[name].value, references[name].value) for name in names]
     if len(names) < 2 or not all(map(math.isfinite, factors)):
         return ""
     middle = sorted(factors)[len(factors) // 2]
     if not is_factor(middle):
         return ""
     for name in names:
-        value, reference = gradients[name].value, references[name]
+        value, reference = gradients[name].value, references[name].value
         if not explains(value / middle, reference, distance(value, reference), scene.bound):
             return ""
     return f"all {len(names)} gradients are {words_of_factor(middle, scene)}"
 
 
-def cause_of_norm(told: float, gradients: Mapping[str, Whole], norm: float, scene: Scene) -> str:
+def cause_of_norm(claimed: float, gradients: Mapping[str, Whole], norm: float, scene: Scene) -> str:
     """Return what explains a norm that is not that of the gradients.
 
     Args:
-        told: the norm by the loop.
+        claimed: the norm by which the loop clips.
         norm: the norm of the recorded gradients.
     """
     near = min(4 * scene.bound, 0.02)
@@ -228,12 +228,12 @@ def cause_of_norm(told: float, gradients: Mapping[str, Whole], norm: float, scen
                     square = value.double().square().sum().item()
                     of_rank[rank] = of_rank.get(rank, 0.0) + square
                     total += square
-        if total and abs(told / math.sqrt(total) - 1) <= near:
+        if total and abs(claimed / math.sqrt(total) - 1) <= near:
             return "it counts every rank's parts: parameters that several ranks have are counted several times"
         for rank, square in sorted(of_rank.items()):
-            if square and abs(told / math.sqrt(square) - 1) <= near:
+            if square and abs(claimed / math.sqrt(square) - 1) <= near:
                 return f"it is that of rank {rank}'s own parts: the sum of squares over ranks is missing"
-    return f"it is {words_of_factor(told / norm, scene)}" if norm else ""
+    return f"it is {words_of_factor(claimed / norm, scene)}" if norm else ""
 
 
 def causes_of_update(update: Tensor, reference: Tensor, weight: Tensor, scene: Scene) -> Iterator[str]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from colossus.nest import tensors
 
+#: columns that are cast to float64 at a time: logits of a long sequence have a billion
+_COLUMNS = 1 << 20
+
 
 def row_fingerprints(x: Tensor) -> Tensor:
     """Return the norm of each row of dim 0 and its projection on a fixed pattern, [rows, 2] float64.
@@ -18,9 +21,16 @@ def row_fingerprints(x: Tensor) -> Tensor:
     are orthogonal to the pattern escape, which no mistake hits by chance.
     """
     x = torch.view_as_real(x) if x.is_complex() else x
-    flat = x.double().reshape(len(x), -1) if x.numel() else x.new_zeros((len(x), 1), dtype=torch.float64)
-    number = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64, device=x.device)
-    return torch.stack((torch.linalg.vector_norm(flat, dim=1), flat @ torch.cos(1.7 * number)), dim=1).cpu()
+    out = torch.zeros(len(x), 2, dtype=torch.float64, device=x.device)
+    first = 1
+    for block in x.reshape(len(x), -1).split(_COLUMNS, dim=1) if x.numel() else ():
+        columns = block.double()
+        number = torch.arange(first, first + columns.shape[1], dtype=torch.float64, device=x.device)
+        out[:, 0] += columns.square().sum(1)
+        out[:, 1] += columns @ torch.cos(1.7 * number)
+        first += columns.shape[1]
+    out[:, 0].sqrt_()
+    return out.cpu()
 
 
 def sample_keys(batch: Any) -> list[str]:

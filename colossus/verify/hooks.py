@@ -27,10 +27,8 @@ from colossus.verify.capture import (
     parameter_shards,
     weight_shards,
 )
+from colossus.verify.rounding import FLOOR, norm_of
 from colossus.verify.verify_report import Finding
-
-#: the smallest scale of a difference, as a fraction of the common norm of all tensors of the kind
-FLOOR = 1e-3
 
 #: the bounds of rounding: `SMALL` is a fraction of the root mean square of a parameter's gradient, `NOISE` of that of
 #: all gradients. An element below either may consist mostly of rounding errors.
@@ -308,8 +306,3 @@ def difference_of_rows(plan: Tensor, reference: Tensor, tolerance: float, at: Fi
         plan=plan[row, 0].item(),
         reference=reference[row, 0].item(),
     )
-
-
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the common norm of the finite elements."""
-    return math.sqrt(sum(tensor.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for tensor in tensors))

@@ -7,8 +7,8 @@ parameters and gradients of a rank in a step; step 0 has the parameters at the s
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,9 +151,6 @@ class Record:
         forwards = [Forward(**forward) for forward in about["forwards"]]
         return StepRecord(step, set(about["dtypes"]), about["norm"], forwards, parts)
 
-    def ranks(self, step: int) -> Iterator[tuple[int, StepRecord]]:
-        return ((rank, self.rank_step(step, rank)) for rank in range(self.world))
-
     def _open(self, step: int, rank: int) -> Any:
         path = self.folder / f"step-{step:05}-rank-{rank:05}.safetensors"
         try:
@@ -171,37 +168,43 @@ class Record:
 
 @dataclass
 class Whole:
-    """A parameter or gradient, put together from the parts of all ranks.
+    """A parameter or gradient of a record: the parts that ranks have of it.
 
     Attributes:
-        value: the whole, of the lowest rank's part where several have a box; float64.
+        shape: the shape of the whole.
         copies: box -> (rank, part) of every rank that has it.
-        missing: elements that no rank has.
     """
 
-    value: Tensor
+    shape: tuple[int, ...]
     copies: dict[Box, list[tuple[int, Tensor]]]
-    missing: int
-    dtype: torch.dtype
+
+    @property
+    def value(self) -> Tensor:
+        """The whole in float64, by the lowest rank's part where several have a box; made anew each time.
+
+        A record is compared one tensor after the other: the parts are in a memory map, and wholes are not kept.
+        """
+        value = torch.zeros(self.shape, dtype=torch.float64)
+        for box, copies in self.copies.items():
+            value[tuple(slice(*span) for span in box)] = copies[0][1].double()
+        return value
+
+    @property
+    def missing(self) -> int:
+        """The number of elements that no rank has."""
+        return math.prod(self.shape) - sum(copies[0][1].numel() for copies in self.copies.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.copies.values()))[0][1].dtype
 
 
 def put_together(steps: list[StepRecord], kind: str) -> dict[str, Whole]:
     """Return the wholes of a kind by name, in the order of the first rank that has them."""
-    copies: dict[str, dict[Box, list[tuple[int, Tensor]]]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    wholes: dict[str, Whole] = {}
     for rank, step in enumerate(steps):
         for part in step.parts:
             if part.kind == kind:
-                copies.setdefault(part.name, {}).setdefault(part.box, []).append((rank, part.value))
-                shapes.setdefault(part.name, part.shape)
-    return {name: _whole(shapes[name], boxes) for name, boxes in copies.items()}
-
-
-def _whole(shape: tuple[int, ...], boxes: dict[Box, list[tuple[int, Tensor]]]) -> Whole:
-    value, is_there = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
-    dtype = torch.float64
-    for box, copies in boxes.items():
-        where = tuple(slice(*span) for span in box)
-        value[where], is_there[where] = copies[0][1].double(), True
-        dtype = copies[0][1].dtype
-    return Whole(value, boxes, int((~is_there).sum()), dtype)
+                whole = wholes.setdefault(part.name, Whole(part.shape, {}))
+                whole.copies.setdefault(part.box, []).append((rank, part.value))
+    return wholes

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from colossus.arithmetic import counted, listed
 from colossus.verify.compare_records import Comparison, Difference, compare
 from colossus.verify.record_folder import Record, RecordError
-
-AGREE, USAGE, DIFFERENT = 0, 2, 3
+from colossus.verify.run_verify import AGREE, DIFFERENT, USAGE
 
 #: kind -> (its plural, the title of a difference)
 _KINDS = {
@@ -31,7 +30,7 @@ _HINTS = {
 }
 
 
-def run(run: str, others: Sequence[str], tolerance: float | None, nproc: int | None = None, steps: int = 0) -> int:
+def run(run: str, others: Sequence[str], tolerance: float | None) -> int:
     """Compare two records, and print the report.
 
     Args:

@@ -1,12 +1,16 @@
-"""What rounding explains: an estimate of how far two right runs are apart."""
+"""The scale of differences between two runs, and an estimate of what rounding explains of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-#: how far the estimate may be off
+#: the smallest scale of a difference, as a fraction of the common norm of all tensors of the kind
+FLOOR = 1e-3
+#: factor by which the estimate may be too low
 SAFETY = 4.0
 
 
@@ -19,5 +23,10 @@ def rounding_bound(dtype: torch.dtype, depth: int, terms: int) -> float:
     add up as a random walk, too. Forward and backward have as many.
     """
     inner = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    each = torch.finfo(dtype).eps / 2 + torch.finfo(inner).eps / 2 * math.sqrt(max(terms, 1))
-    return SAFETY * math.sqrt(2 * max(depth, 1)) * each
+    of_operator = torch.finfo(dtype).eps / 2 + torch.finfo(inner).eps / 2 * math.sqrt(max(terms, 1))
+    return SAFETY * math.sqrt(2 * max(depth, 1)) * of_operator
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the common norm of the finite elements."""
+    return math.sqrt(sum(tensor.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for tensor in tensors))

@@ -25,10 +25,8 @@ from colossus.verify.causes import (
 )
 from colossus.verify.compared_outputs import Outputs
 from colossus.verify.record_folder import Forward, StepRecord, Whole, put_together
-from colossus.verify.rounding import rounding_bound
+from colossus.verify.rounding import FLOOR, norm_of, rounding_bound
 
-#: the smallest scale of a difference, as a fraction of the norm of all tensors of the kind
-FLOOR = 1e-3
 #: gradients below this many times the rounding of their parameter's root mean square may consist of it
 NOISE = 16.0
 
@@ -72,7 +70,7 @@ class StepComparison:
         names |= {str(whole.dtype).removeprefix("torch.") for side in self.weights for whole in side.values()}
         self.dtype_name = max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps, default="float64")
         depth = max((len(forward.outputs) for rank in theirs for forward in rank.forwards), default=0)
-        terms = max((size for whole in self.weights[1].values() for size in whole.value.shape), default=1)
+        terms = max((size for whole in self.weights[1].values() for size in whole.shape), default=1)
         rounding = rounding_bound(getattr(torch, self.dtype_name), depth or len(self.weights[1]), terms)
         self.bound = (tolerance or rounding) * max(step, 1)
         batches = len(_batches(mine)) or 1
@@ -81,7 +79,7 @@ class StepComparison:
     def kinds(self) -> Iterator[tuple[str, list[Difference]]]:
         """Yield what is compared, in the order of cause and effect."""
         if self.step == 0:
-            yield "start", self._tensors("start", *self.weights, causes_of_start)
+            yield "start", self._tensors("start", *self.weights, lambda _, *values: causes_of_start(*values))
             return
         yield "data", self._data()
         gradients = self._tensors("gradient", *self.gradients, self._causes)
@@ -102,9 +100,9 @@ class StepComparison:
         kind: str,
         mine: dict[str, Whole],
         theirs: dict[str, Whole],
-        causes: Callable[[Whole, Tensor, str], Iterator[str]],
+        causes: Callable[[str, Whole, Tensor], Iterator[str]],
     ) -> list[Difference]:
-        norm = math.sqrt(sum(whole.value.nan_to_num().square().sum().item() for whole in theirs.values()))
+        floor = FLOOR * norm_of(whole.value for whole in theirs.values())
         differences = []
         for name in dict.fromkeys([*reversed(theirs), *mine] if kind == "gradient" else [*theirs, *mine]):
             item = Difference(kind, self.step, name, bound=self._bound_of(kind, mine.get(name), theirs.get(name)))
@@ -115,20 +113,21 @@ class StepComparison:
                 where = "here, but not in the reference" if name in mine else "in the reference, but not here"
                 item.lines = [f"it is {where}"]
                 continue
-            whole, other = mine[name], theirs[name].value
-            if whole.value.shape != other.shape:
-                item.lines = [f"its shape is {list(whole.value.shape)} here, {list(other.shape)} in the reference"]
+            whole = mine[name]
+            if whole.shape != theirs[name].shape:
+                item.lines = [f"its shape is {list(whole.shape)} here, {list(theirs[name].shape)} in the reference"]
                 continue
-            floor = FLOOR * norm
+            value, other = whole.value, theirs[name].value
             spread = max((distance(x.double(), c[0][1].double(), floor) for c in whole.copies.values() for _, x in c))
-            item.relative = max(distance(whole.value, other, floor), spread)
+            apart = distance(value, other, floor)
+            item.relative = max(apart, spread)
             if whole.missing:
                 item.relative = math.inf
-                item.lines.append(f"no rank has {whole.missing:,} of its {whole.value.numel():,} elements")
+                item.lines.append(f"no rank has {whole.missing:,} of its {value.numel():,} elements")
             elif not item.relative <= item.bound:
-                right = distance(whole.value, other, floor) <= item.bound
-                item.lines += [] if right else [_largest(whole.value, other)]
-                item.lines += [_RANKS_DIFFER] if right and kind == "start" else filter(None, causes(whole, other, name))
+                right = apart <= item.bound
+                item.lines += [] if right else [_largest(value, other)]
+                item.lines += [_RANKS_DIFFER] if right and kind == "start" else filter(None, causes(name, whole, other))
         return differences
 
     def _bound_of(self, kind: str, mine: Whole | None, theirs: Whole | None) -> float:
@@ -136,14 +135,15 @@ class StepComparison:
             return self.bound
         return max((torch.finfo(whole.dtype).eps for whole in (mine, theirs) if whole is not None), default=0.0)
 
-    def _causes(self, whole: Whole, reference: Tensor, name: str) -> Iterator[str]:
-        old = self.before.gradients[1].get(name) if self.before is not None else None
-        more = whole.value - reference
-        times = factor_of(more, old.value) if old is not None and old.value.shape == more.shape else math.nan
-        if old is not None and is_factor(times) and distance(more, times * old.value) <= min(4 * self.bound, 0.1):
-            yield "it is the reference's plus the gradient of the step before, which was not cleared"
-        else:
-            yield from causes_of_gradient(whole, reference, self.scene)
+    def _causes(self, name: str, whole: Whole, reference: Tensor) -> Iterator[str]:
+        before = self.before.gradients[1].get(name) if self.before is not None else None
+        if before is not None and before.shape == whole.shape:
+            old, more = before.value, whole.value - reference
+            times = factor_of(more, old)
+            if is_factor(times) and distance(more, times * old) <= min(4 * self.bound, 0.1):
+                yield "it is the reference's plus the gradient of the step before, which was not cleared"
+                return
+        yield from causes_of_gradient(whole, reference, self.scene)
 
     def _updates(self) -> list[Difference]:
         assert self.before is not None
@@ -154,12 +154,13 @@ class StepComparison:
             item = Difference("weight", self.step, name, 0.0, 4 * self.bound)
             differences.append(item)
             whole = self.weights[0].get(name)
-            if whole is None or whole.value.shape != reference.value.shape:
+            if whole is None or whole.shape != reference.shape:
                 item.relative = math.inf
                 item.lines = ["it is in the reference, but not here"]
                 continue
             weight = self.before.weights[1][name].value
-            update, expected = whole.value - self.before.weights[0][name].value, reference.value - weight
+            value, other = whole.value, reference.value
+            update, expected = value - self.before.weights[0][name].value, other - weight
             gradient = theirs[name].value if name in theirs else torch.zeros_like(weight)
             limit = NOISE * self.bound * max(gradient.square().mean().sqrt().item(), FLOOR * scale)
             clear = gradient.abs() > limit
@@ -168,7 +169,7 @@ class StepComparison:
             floor = weight.norm().item() * torch.finfo(whole.dtype).eps / item.bound
             item.relative = max(distance(update[clear], expected[clear], floor), spread)
             if not item.relative <= item.bound:
-                item.lines = [_largest(whole.value, reference.value)]
+                item.lines = [_largest(value, other)]
                 if spread > item.bound:
                     item.lines.append(_RANKS_DIFFER)
                 else:
@@ -198,11 +199,11 @@ class StepComparison:
         return [item]
 
     def _norm(self) -> list[Difference]:
-        told = [rank.norm for rank in self.mine if rank.norm is not None]
-        if not told:
+        norms = [rank.norm for rank in self.mine if rank.norm is not None]
+        if not norms:
             return []
-        norm = math.sqrt(sum(whole.value.square().sum().item() for whole in self.gradients[0].values()))
-        worst = max(told, key=lambda value: abs(value - norm))
+        norm = norm_of(whole.value for whole in self.gradients[0].values())
+        worst = max(norms, key=lambda value: abs(value - norm))
         relative = abs(worst - norm) / norm if norm else worst
         item = Difference("norm", self.step, relative=relative, bound=self.bound)
         if not item.relative <= item.bound:
@@ -241,8 +242,7 @@ class StepComparison:
     def cause(self, kind: str) -> str:
         if kind != "gradient":
             return ""
-        references = {name: whole.value for name, whole in self.gradients[1].items()}
-        return cause_of_all(self.gradients[0], references, self.scene)
+        return cause_of_all(*self.gradients, self.scene)
 
     def mean_of_means(self) -> str:
         """Return a hint where the forwards have different numbers of valid tokens."""
@@ -304,8 +304,8 @@ def _losses_of(ranks: list[StepRecord]) -> list[tuple[float, float | None]]:
 
 def _totals(losses: list[tuple[float, float | None]]) -> list[float]:
     """Return the mean over all tokens; where a count is missing, the mean over forwards and their sum."""
-    told = [loss for loss, _ in losses]
+    values = [loss for loss, _ in losses]
     counts = [count for _, count in losses if count is not None]
     if len(counts) < len(losses) or not sum(counts):
-        return [sum(told) / len(told), sum(told)]
-    return [sum(loss * count for loss, count in zip(told, counts, strict=True)) / sum(counts)]
+        return [sum(values) / len(values), sum(values)]
+    return [sum(loss * count for loss, count in zip(values, counts, strict=True)) / sum(counts)]
