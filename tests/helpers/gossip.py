@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from helpers.covered import note_plans_in
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -287,6 +288,7 @@ def run_cases(replicas: int, cases: dict[str, tuple[dict[str, Any], int, dict[st
     def body(rank: int) -> list[Run]:
         return [train(settings, steps, **options) for settings, steps, options in cases.values()]
 
+    note_plans_in([settings for settings, *_ in cases.values()])
     by_rank = run_ranks(replicas, body, with_context=False)
     return {name: [runs[number] for runs in by_rank] for number, name in enumerate(cases)}
 

@@ -26,13 +26,13 @@ from colossus.launch import run_folder
 
 
 def test_a_second_launch_into_the_folder_of_a_live_run_exits_with_2(tmp_path: Path) -> None:
+    with run_folder.take(tmp_path / "run", "--run-dir"):  # before the first row of metrics
+        code, out, err = launch(tmp_path)
+    assert (code, out) == (2, "")
+    assert "another run is using it now (process" in err
+    assert err.count("\n") == 1
     first = start([*LAUNCH, "--run-dir", "run", "train.steps=100000"], tmp_path)
     try:
-        wait_for(lambda: (tmp_path / "run" / "run.lock").exists(), first.pid)
-        code, out, err = launch(tmp_path)  # also before the first row of metrics
-        assert (code, out) == (2, "")
-        assert "another run is using it now (process" in err
-        assert err.count("\n") == 1
         wait_for(lambda: has_rows(first, tmp_path / "run", 2), first.pid)
         assert launch(tmp_path)[0] == 2
         for folder in ("run", "nowhere"):  # ranks without a launcher leave nothing in it either
