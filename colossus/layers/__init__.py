@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from colossus.layers.lm_head import LMHead as LMHead
     from colossus.layers.lora import LoRALinear as LoRALinear
     from colossus.layers.loss import accuracy as accuracy
+    from colossus.layers.loss import chunked_cross_entropy as chunked_cross_entropy
     from colossus.layers.loss import cross_entropy as cross_entropy
     from colossus.layers.model_parallel import to_residual as to_residual
     from colossus.layers.moe import MoE as MoE
@@ -58,7 +59,7 @@ _MODULES = {
     "linear": ("Linear",),
     "lm_head": ("Classifier", "LMHead"),
     "lora": ("LoRALinear",),
-    "loss": ("accuracy", "cross_entropy"),
+    "loss": ("accuracy", "chunked_cross_entropy", "cross_entropy"),
     "model_parallel": ("to_residual",),
     "moe": ("MoE",),
     "norm": ("LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"),

@@ -66,15 +66,20 @@ class MatmulLayer(Layer):
 
     def multiply(self, x: Tensor, bias: Tensor | None, source: Activation, target: Activation) -> Tensor:
         """Multiply a plain local x in the layout ``source``; the product has the layout ``target``."""
-        key = (source, target, x.dim())
-        plans = self._move_plans.get(key)
-        if plans is None:
-            plans = self._move_plans[key] = self.make_plans(*key)
+        plans = self.plans_of(source, target, x.dim())
         try:
             return matmul(x, self.weight, bias, plans)
         except (ValueError, RuntimeError) as error:
             self.name_error(error, x, source, self.in_features)
             raise
+
+    def plans_of(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
+        """Return the plans of `multiply`, made once."""
+        key = (source, target, ndim)
+        plans = self._move_plans.get(key)
+        if plans is None:
+            plans = self._move_plans[key] = self.make_plans(*key)
+        return plans
 
     def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
         """Return the plans of `colossus.tensor_parallel.matmul.matmul_plans` for this layer's weight."""

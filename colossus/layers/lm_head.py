@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,22 @@ import torch
 from torch import Tensor
 
 from colossus.error_place import located_error
+from colossus.layers.chunked_head import HeadProduct, values_in_chunks
 from colossus.layers.embedding import Embedding
 from colossus.layers.linear import MatmulLayer
+from colossus.layers.token_values import ChunkedLogits, Logits, LogitsLayout, TokenFunction, split_logits
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.regions import to_whole, unwrap
+from colossus.sharded_tensor.regions import move, to_whole, unwrap
 from colossus.sharded_tensor.tensor import wrap
-from colossus.tensor_parallel.matmul import product
+from colossus.tensor_parallel.dtypes import to_product_dtype
+from colossus.tensor_parallel.matmul import MatmulPlans, product
+from colossus.tensor_parallel.move_plan import MovePlan
+
+#: (function, logits, tokens, other) of `colossus.layers.token_values.token_values`
+InChunks = tuple[TokenFunction, ChunkedLogits, Sequence[Tensor], Logits | None]
+STAYS = MovePlan((), ())
 
 
 class LMHead(MatmulLayer):
@@ -74,7 +83,9 @@ class LMHead(MatmulLayer):
         tied = None if tied_to is None else tied_to.weight
         self.make_weights(hidden_size, {"": vocab_size}, bias, self.bias_layout, tied=tied, **inits)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, in_chunks: InChunks | None = None) -> Tensor:
+        if in_chunks is not None:
+            return self._in_chunks(input, *in_chunks)
         if self.sharding is None:
             return product(input, self.weight, self.bias)
         local, placement = unwrap(input, self.parallel)
@@ -85,6 +96,35 @@ class LMHead(MatmulLayer):
             return wrap(y[..., : self.vocab_size], placement.moved(inner, y.dim()))
         logits = wrap(y, placement.moved(inner, y.dim(), self.vocab_size))
         return to_whole(logits) if self.whole else logits
+
+    def _in_chunks(
+        self, input: Tensor, function: TokenFunction, logits: ChunkedLogits, tokens: Sequence[Tensor], other: Any
+    ) -> Tensor:
+        """Return values of tokens, see `token_values`: in this forward, around which a strategy may gather weights."""
+        if isinstance(other, ChunkedLogits):
+            if not isinstance(other.head, LMHead):
+                raise no_chunks(other.head)
+            with torch.no_grad():
+                beside: Any = other.head.product_of(other.hidden, other.chunk, other.cap)
+        else:
+            beside = None if other is None else split_logits(other)[0].detach()
+        return values_in_chunks(function, self.product_of(input, logits.chunk, logits.cap), tokens, beside)
+
+    def product_of(self, input: Tensor, chunk: int, cap: float | None) -> HeadProduct:
+        """Return the product that `forward` computes, to be computed in chunks of ``chunk`` rows."""
+        local, placement = unwrap(input, self.parallel)
+        sharding, inner, ndim = self.sharding, self.parallel.regions.inner, local.dim()
+        if sharding is None:
+            layout = LogitsLayout(None, 0, self.vocab_size, self.vocab_size)
+            plans = MatmulPlans(STAYS, STAYS, STAYS, (), self.parallel.weights, keep=True, adds_bias=True)
+            return HeadProduct(to_product_dtype(local), self.weight, self.bias, plans, layout, cap, chunk)
+        self.require_batch(local)
+        x = move(to_product_dtype(local), placement.activation, sharding.x, self.parallel)
+        plans = self.plans_of(sharding.x, inner, ndim)
+        stored, gathered = (self.context.size(w.dims[0]) for w in (sharding.weight, sharding.gathered_weight))
+        width = -(-self.vocab_size // stored) * stored // gathered
+        layout = LogitsLayout.of(inner, self.parallel, ndim, width, self.vocab_size)
+        return HeadProduct(x, self.weight, self._gathered_bias(), plans, layout, cap, chunk)
 
     def _gathered_bias(self) -> Tensor | None:
         if self.bias is None or self.sharding is None:
@@ -97,6 +137,14 @@ class LMHead(MatmulLayer):
     def extra_repr(self) -> str:
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         return f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}{where}"
+
+
+def no_chunks(head: Any) -> ValueError:
+    """Return the error for logits in chunks of a module that is no `LMHead`."""
+    return located_error(
+        f"loss_chunk makes the logits in chunks of tokens, which needs a colossus.layers.LMHead whose forward is its "
+        f"own, but the head is a {type(head).__name__}: leave loss_chunk out"
+    )
 
 
 class Classifier(LMHead):

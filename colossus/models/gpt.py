@@ -11,12 +11,22 @@ from torch import Tensor, nn
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import call, is_ours
-from colossus.layers.lm_head import LMHead
+from colossus.layers.lm_head import LMHead, no_chunks
 from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
+from colossus.layers.token_values import ChunkedLogits, Logits
 from colossus.models.llama_options import LlamaOptions
-from colossus.models.multi_token import NEXT_IDS, NEXT_LABELS, NextToken, added_loss, with_next_tokens
+from colossus.models.multi_token import (
+    NEXT_IDS,
+    NEXT_LABELS,
+    NEXT_WEIGHTS,
+    TOKEN_WEIGHTS,
+    Further,
+    NextToken,
+    added_loss,
+    with_next_tokens,
+)
 from colossus.models.options import DecoderOptions, GPTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
@@ -91,7 +101,7 @@ class Decoder(Transformer[DecoderOptions]):
         scale = self.options.embedding_scale
         return x if scale is None else x * scale
 
-    def _logits(self, hidden: Hidden) -> Tensor | tuple[Tensor, Tensor]:
+    def _logits(self, hidden: Hidden) -> Logits | Further:
         """Return the logits of next tokens, and of those after them in training with `next_token`."""
         x, more = hidden if isinstance(hidden, tuple) else (hidden, {})
         if self.parallel.batch_info.only_last_token and not self.parallel.regions.residual.tokens:
@@ -100,11 +110,15 @@ class Decoder(Transformer[DecoderOptions]):
         if self.next_token is None or NEXT_IDS not in more:
             return self._headed(x)
         further = self.next_token(x, self._embedded(more[NEXT_IDS]), more.get("documents"))
-        return self._headed(x), self._headed(further)
+        return Further(self._headed(x), self._headed(further))
 
-    def _headed(self, x: Tensor) -> Tensor:
+    def _headed(self, x: Tensor) -> Logits:
+        cap, chunk = self.options.logit_cap, self.options.loss_chunk
+        if chunk is not None and self.parallel.batch_info.microbatch_size:  # the loss of a step or evaluation follows
+            if not (isinstance(self.head, LMHead) and is_ours(self.head)):
+                raise no_chunks(self.head)
+            return ChunkedLogits(x, self.head, chunk, cap)
         logits: Tensor = self.head(x if is_ours(self.head) else to_whole(x))
-        cap = self.options.logit_cap
         return logits if cap is None else soft_capped(logits, cap)
 
     def run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:
@@ -112,13 +126,17 @@ class Decoder(Transformer[DecoderOptions]):
             return call(block, hidden, self.parallel)
         return call(block, hidden[0], self.parallel, documents=hidden[1].get("documents")), hidden[1]
 
-    def loss(self, logits: Tensor | tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
+    def loss(self, logits: Logits | Further, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (sum, count) over the tokens of a batch with ``labels``, and maybe ``token_weights``: [batch, tokens].
+
+        With ``token_weights`` a token's loss is multiplied by its weight, and the count is the sum of the weights.
+        """
         o = self.options
         entropy = partial(cross_entropy, label_smoothing=o.label_smoothing, z_loss=o.z_loss)
-        if not isinstance(logits, tuple):
-            return entropy(logits, batch["labels"])
-        (total, count), (further, _) = entropy(logits[0], batch["labels"]), entropy(logits[1], batch[NEXT_LABELS])
+        if not isinstance(logits, Further):
+            return entropy(logits, batch["labels"], token_weights=batch.get(TOKEN_WEIGHTS))
+        total, count = entropy(logits.next, batch["labels"], token_weights=batch.get(TOKEN_WEIGHTS))
+        further, _ = entropy(logits.after_next, batch[NEXT_LABELS], token_weights=batch.get(NEXT_WEIGHTS))
         return added_loss(total, further, o.mtp_weight, batch), count
 
 

@@ -208,6 +208,8 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
     label_smoothing: Probability = 0.0
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
+    #: rows (samples x tokens) of the logits that a rank has at a time, for less memory; default all of a microbatch
+    loss_chunk: Count | None = None
     #: weight of the loss of a further block that predicts the token after the next, in training alone (2412.19437)
     mtp_weight: Annotated[float, Field(ge=0)] = 0.0
 

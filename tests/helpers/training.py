@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def train(
     damage: str | None = None,
     before_last: bool = False,
     only_end: bool = False,
+    make_batch: Callable[..., dict[str, Any]] = batch_of,
 ) -> Trace:
     """Train on a rank, and gather what is compared.
 
@@ -114,6 +116,7 @@ def train(
         damage: a parameter whose gradient is halved.
         before_last: gather the weights before the last step, too.
         only_end: gather gradients and weights of the last step alone, and only on the first rank.
+        make_batch: makes the global batch of a step, as `batch_of` does.
     """
     engine = colossus.initialize(config)
     trace = Trace()
@@ -127,7 +130,7 @@ def train(
     for step in range(steps):
         if before_last and step == steps - 1:
             trace.before_last = full_state_dict(engine.model, engine.context)
-        own = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
+        own = {key: value[index * part : (index + 1) * part] for key, value in make_batch(step, sizes, whole).items()}
         result = engine.train_step({key: value.to(engine.device) for key, value in own.items()})
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
@@ -146,14 +149,16 @@ def run_plan(world: int, config: dict[str, Any], steps: int, *more: Any) -> list
     return run_ranks(world, train, config, steps, *more, with_context=False)
 
 
-def run_cases(world: int, configs: dict[str, dict[str, Any]], steps: int) -> dict[str, list[Trace]]:
+def run_cases(
+    world: int, configs: dict[str, dict[str, Any]], steps: int, make_batch: Callable[..., dict[str, Any]] = batch_of
+) -> dict[str, list[Trace]]:
     """`run_plan` of several configs on the same ranks, one after the other: name -> the ranks' traces."""
 
     def body(rank: int) -> list[Trace]:
         traces = []
         for name, config in configs.items():
             try:
-                traces.append(train(rank, config, steps))
+                traces.append(train(rank, config, steps, make_batch=make_batch))
             except Exception as error:
                 error.add_note(f"in the case {name!r}")
                 raise
@@ -230,19 +235,25 @@ def is_key_bias(name: str) -> bool:
 
 
 def assert_is_plain_torch(
-    trace: Trace, twin: torch.nn.Module, sizes: dict[str, Any], steps: int, batch_size: int = BATCH
+    trace: Trace,
+    twin: torch.nn.Module,
+    sizes: dict[str, Any],
+    steps: int,
+    batch_size: int = BATCH,
+    make_batch: Callable[..., dict[str, Any]] = batch_of,
 ) -> None:
     """Losses, norms, gradients at the first and the last step, and the weights of a run of `config_of` in float64,
     against torch's own modules and loop.
 
     Args:
-        twin: has the parameters by their logical names, and ``loss_sum(inputs, labels)``.
+        twin: has the parameters by their logical names, and ``loss_sum(inputs, labels)``, to which further entries
+            of a batch are passed, too.
     """
     twin.load_state_dict(trace.start)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.0, weight_decay=0.1)
     for step in range(steps):
-        batch = batch_of(step, sizes, batch_size)
-        loss_sum, count = twin.loss_sum(batch["inputs"], batch["labels"])
+        batch = make_batch(step, sizes, batch_size)
+        loss_sum, count = twin.loss_sum(*batch.values())
         optimizer.zero_grad()
         (loss_sum / count).backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)

@@ -244,27 +244,28 @@ class PlainGPT(nn.Module):
         logits, cap = self.head(hidden), self.options.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def loss_sum(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, ids: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The loss by its definition; its value is that of next tokens, its gradient also that of further ones."""
         hidden = self.hidden(ids)
-        total, count = self.sum_over_tokens(self.logits(hidden), labels)
+        weights = torch.ones(labels.shape, dtype=hidden.dtype) if weights is None else weights
+        total, count = self.sum_over_tokens(self.logits(hidden), labels, weights)
         if self.options.mtp_weight:
             embedded = self.embedding(ids[:, 1:]) * (self.options.embedding_scale or 1.0)
             logits = self.logits(self.next_token(hidden[:, :-1], embedded))
-            further, number = self.sum_over_tokens(logits, labels[:, 1:])
+            further, number = self.sum_over_tokens(logits, labels[:, 1:], weights[:, 1:])
             further = self.options.mtp_weight * further / number * count
             total = total + further - further.detach()
         return total, count
 
-    def sum_over_tokens(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over valid tokens of -log softmax, smoothed, with the z-loss."""
+    def sum_over_tokens(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over valid tokens of -log softmax, smoothed, with the z-loss, and of their weights."""
         o = self.options
         valid = labels != -100
         log_sum = torch.logsumexp(logits, -1)
         logp = logits - log_sum.unsqueeze(-1)
         picked = logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         loss = -(1 - o.label_smoothing) * picked - o.label_smoothing * logp.mean(-1) + o.z_loss * log_sum**2
-        return (loss * valid).sum(), valid.sum()
+        return (loss * valid * weights).sum(), (valid * weights).sum()
 
 
 class PlainLlama(PlainGPT):
