@@ -76,7 +76,7 @@ def hf_model(
 
 def loss_of_logits(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return (sum, count) of the cross-entropy of ``outputs.logits`` [.., classes], which may be split over classes."""
-    return cross_entropy(outputs.logits, batch["labels"])
+    return cross_entropy(outputs.logits, batch["labels"], token_weights=batch.get("token_weights"))
 
 
 def _take_weights(model: Any, folder: Path) -> None:

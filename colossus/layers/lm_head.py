@@ -14,7 +14,7 @@ from colossus.error_place import located_error
 from colossus.layers.chunked_head import HeadProduct, values_in_chunks
 from colossus.layers.embedding import Embedding
 from colossus.layers.linear import MatmulLayer
-from colossus.layers.token_values import ChunkedLogits, Logits, LogitsLayout, TokenFunction, split_logits
+from colossus.layers.token_values import ChunkedLogits, InChunks, Logits, LogitsLayout, TokenFunction, split_logits
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
@@ -24,8 +24,6 @@ from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, product
 from colossus.tensor_parallel.move_plan import MovePlan
 
-#: (function, logits, tokens, other) of `colossus.layers.token_values.token_values`
-InChunks = tuple[TokenFunction, ChunkedLogits, Sequence[Tensor], Logits | None]
 STAYS = MovePlan((), ())
 
 
@@ -83,9 +81,9 @@ class LMHead(MatmulLayer):
         tied = None if tied_to is None else tied_to.weight
         self.make_weights(hidden_size, {"": vocab_size}, bias, self.bias_layout, tied=tied, **inits)
 
-    def forward(self, input: Tensor, in_chunks: InChunks | None = None) -> Tensor:
-        if in_chunks is not None:
-            return self._in_chunks(input, *in_chunks)
+    def forward(self, input: Tensor | InChunks) -> Tensor:
+        if isinstance(input, InChunks):  # here, since a strategy may gather weights around a forward
+            return self._in_chunks(*input)
         if self.sharding is None:
             return product(input, self.weight, self.bias)
         local, placement = unwrap(input, self.parallel)
@@ -98,17 +96,17 @@ class LMHead(MatmulLayer):
         return to_whole(logits) if self.whole else logits
 
     def _in_chunks(
-        self, input: Tensor, function: TokenFunction, logits: ChunkedLogits, tokens: Sequence[Tensor], other: Any
+        self, function: TokenFunction, logits: ChunkedLogits, tokens: Sequence[Tensor], other: Logits | None
     ) -> Tensor:
-        """Return values of tokens, see `token_values`: in this forward, around which a strategy may gather weights."""
+        """Return values of tokens, see `colossus.layers.token_values.token_values`."""
         if isinstance(other, ChunkedLogits):
             if not isinstance(other.head, LMHead):
                 raise no_chunks(other.head)
             with torch.no_grad():
-                beside: Any = other.head.product_of(other.hidden, other.chunk, other.cap)
+                beside: Any = other.head.product_of(*other.product)
         else:
             beside = None if other is None else split_logits(other)[0].detach()
-        return values_in_chunks(function, self.product_of(input, logits.chunk, logits.cap), tokens, beside)
+        return values_in_chunks(function, self.product_of(*logits.product), tokens, beside)
 
     def product_of(self, input: Tensor, chunk: int, cap: float | None) -> HeadProduct:
         """Return the product that `forward` computes, to be computed in chunks of ``chunk`` rows."""

@@ -111,6 +111,11 @@ class ChunkedLogits(NamedTuple):
     chunk: int
     cap: float | None = None
 
+    @property
+    def product(self) -> tuple[Tensor, int, float | None]:
+        """Arguments of `colossus.layers.LMHead.product_of`."""
+        return self.hidden, self.chunk, self.cap
+
     def whole(self) -> Tensor:
         """Return all logits, as the head returns them."""
         logits: Tensor = self.head(self.hidden)
@@ -121,6 +126,15 @@ Logits = Tensor | ChunkedLogits
 #: (logits of some tokens, local logits of another model for them if there is one, then a tensor [..] for each of
 #: ``tokens``) -> values of these tokens, [..]
 TokenFunction = Callable[..., Tensor]
+
+
+class InChunks(NamedTuple):
+    """The arguments of `token_values` as the input of a head, which makes the logits."""
+
+    function: TokenFunction
+    logits: ChunkedLogits
+    tokens: tuple[Tensor, ...]
+    other: Logits | None
 
 
 def token_values(function: TokenFunction, logits: Logits, *tokens: Tensor, other: Logits | None = None) -> Tensor:
@@ -139,7 +153,7 @@ def token_values(function: TokenFunction, logits: Logits, *tokens: Tensor, other
         ValueError: shapes do not fit.
     """
     if isinstance(logits, ChunkedLogits):
-        values: Tensor = logits.head(logits.hidden, in_chunks=(function, logits, tokens, other))
+        values: Tensor = logits.head(InChunks(function, logits, tokens, other))
         return values
     shard, layout = split_logits(logits)
     rows = rows_of_tokens(shard, layout, tokens)

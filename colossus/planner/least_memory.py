@@ -95,5 +95,6 @@ def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:
     saved = tokens * width * layer * o.num_layers / stages * in_flight
     again = (2 + rotated) * (heads + keys) + (0 if experts else 4 * wide if is_gated else 2 * wide)
     recomputed = tokens * width * again / tensor.size * (checkpointing.type == "full")
-    logits = tokens * _LOGIT * sizes.head / o.hidden_size / tensor.size if stages == 1 else 0.0
+    rows = min(tokens, getattr(o, "loss_chunk", None) or tokens)
+    logits = rows * _LOGIT * sizes.head / o.hidden_size / tensor.size if stages == 1 else 0.0
     return saved, max(recomputed, logits)

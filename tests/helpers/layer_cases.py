@@ -102,6 +102,19 @@ class Loss(nn.Module):
         return layers.cross_entropy(self.head(x), labels, **self.options)[0]
 
 
+class ChunkedLoss(nn.Module):
+    """A head with a bias, its logits 11 rows at a time, and weights of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.LMHead(HIDDEN, VOCAB, bias=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        options: dict[str, Any] = dict(cap=3.0, z_loss=0.02, label_smoothing=0.1)
+        weights = (labels % 3).to(x.dtype)
+        return layers.chunked_cross_entropy(x, self.head, labels, chunk=11, token_weights=weights, **options)[0]
+
+
 class Sampled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -243,6 +256,13 @@ def loss(p: Parameters, x: Tensor, labels: Tensor, label_smoothing: float = 0.0,
     return entropy + z_loss * (logits.logsumexp(-1)[labels != -100] ** 2).sum()
 
 
+def chunked_loss(p: Parameters, x: Tensor, labels: Tensor) -> Tensor:
+    logits = 3.0 * (linear(p, x, "head.") / 3.0).tanh()
+    logp = logits.log_softmax(-1)
+    entropy = -0.9 * logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - 0.1 * logp.mean(-1)
+    return ((entropy + 0.02 * logits.logsumexp(-1) ** 2) * (labels % 3) * (labels != -100)).sum()
+
+
 def lora(p: Parameters, x: Tensor) -> Tensor:
     base = {name: value.detach() for name, value in p.items()}  # frozen
     return linear(base, x, "base.") + 2.0 * linear(p, linear(p, x, "first."), "second.")
@@ -328,6 +348,7 @@ CASES: dict[str, LayerCase] = {
     "LMHead, cross_entropy smoothed, z-loss": LayerCase(
         partial(Loss, label_smoothing=0.1, z_loss=0.02), (X, LABELS), partial(loss, label_smoothing=0.1, z_loss=0.02)
     ),
+    "chunked_cross_entropy": LayerCase(ChunkedLoss, (X, LABELS), chunked_loss),
     "Embedding tied to LMHead": LayerCase(
         Tied, (IDS, LABELS),
         lambda p, ids, labels: loss({"head.weight": p["embedding.weight"]}, embedding(p, ids, "embedding."), labels),

@@ -14,6 +14,7 @@ from helpers.long import long
 from helpers.modes import MODES, own
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossus
 from colossus import layers
@@ -64,6 +65,45 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> Non
         torch.testing.assert_close(whole, logits.detach(), rtol=1e-12, atol=1e-12)
         for mine, other in ((loss, want.detach()), (dx, held.grad), (dw, leaf.grad)):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a result whose last dim is the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.most = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-1] == self.vocabulary:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(None, 16 * 5), (20, 20), (1, 5)])
+def test_no_more_than_a_chunk_of_the_logits_is_ever_made(chunk: int | None, rows: int) -> None:
+    """Nor in the backward; one token of each of 5 samples at least."""
+    head, x, labels = layers.LMHead(2, 101), numbers(5, 16, 2, dtype=torch.float32), torch.arange(80).view(5, 16)
+    x.requires_grad_()
+    with _Largest(101) as largest:
+        if chunk is None:
+            total, count = layers.cross_entropy(head(x), labels)
+        else:
+            total, count = layers.chunked_cross_entropy(x, head, labels, chunk=chunk)
+        total.backward()
+    assert count == 80
+    assert largest.most == rows * 101
+
+
+def test_logits_in_chunks_need_a_head_and_tokens() -> None:
+    x, labels = torch.zeros(2, 3, 6), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="needs a colossus"):
+        layers.chunked_cross_entropy(x, nn.Linear(6, 9), labels, chunk=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\[batch, tokens, features\]"):
+        layers.chunked_cross_entropy(x[0], layers.LMHead(6, 9), labels[0], chunk=4)
+    with pytest.raises(ValueError, match="labels have"):
+        layers.chunked_cross_entropy(x, layers.LMHead(6, 9), labels[:, :2], chunk=4)
 
 
 class _Gated(nn.Module):
