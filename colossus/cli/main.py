@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "bench",
     "evaluate": "evaluate",
     "generate": "generate",
+    "data": "data",
     "checkpoint": "checkpoint",
 }
 
@@ -55,6 +56,8 @@ commands:
   bench FILE    time the train step under one or several plans, side by side
   evaluate DIR  print the loss of a checkpoint's model on the validation data of its run, or on other data
   generate DIR  continue text with the model of a checkpoint
+  data prepare|show FILE
+                prepare the documents of a config, or print rows of its training data
   checkpoint inspect|verify|diff|convert DIR
                 print what a checkpoint has, verify its files, compare two, or convert its weights
 

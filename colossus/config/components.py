@@ -31,7 +31,7 @@ from colossus.registry import (
 )
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
-BYTE_DATASETS = ("PythonStdlib", "TextFolder")
+BYTE_DATASETS = ("Mix", "Packed", "PythonStdlib", "TextFolder")
 #: arguments of an optimizer that the engine passes, and no config
 _FROM_ENGINE = ("params", "holders", "named_parameters")
 
@@ -41,7 +41,7 @@ def is_text(kind: Any) -> bool:
     if isinstance(kind, str):
         return kind in BYTE_DATASETS
     module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
-    return module == "colossus.data.text" and name in BYTE_DATASETS
+    return str(module).startswith("colossus.data.") and name in BYTE_DATASETS
 
 
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:

@@ -5,6 +5,12 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colossus.data.documents.columns import HuggingFaceDataset, Parquet
+    from colossus.data.documents.encoder import Text
+    from colossus.data.documents.jsonl import Jsonl
+    from colossus.data.documents.packed import Packed
+    from colossus.data.documents.text_rows import StdlibFiles, TextFiles
+    from colossus.data.documents.token_documents import MegatronDocuments, PreparedDocuments, TokenFileDocuments
     from colossus.data.images import Digits
     from colossus.data.loader import Loader, Loaders
     from colossus.data.make_loaders import build_loaders
@@ -15,12 +21,22 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedDataset",
     "Digits",
+    "HuggingFaceDataset",
+    "Jsonl",
     "Loader",
     "Loaders",
+    "MegatronDocuments",
+    "Packed",
+    "Parquet",
+    "PreparedDocuments",
     "PythonStdlib",
     "PythonStdlibWords",
+    "StdlibFiles",
+    "Text",
+    "TextFiles",
     "TextFolder",
     "TokenFile",
+    "TokenFileDocuments",
     "TokenWindows",
     "TooLittleData",
     "build_loaders",
@@ -31,12 +47,22 @@ __getattr__, __dir__ = lazy_names(
     {
         "BatchedDataset": "tokens",
         "Digits": "images",
+        "HuggingFaceDataset": "documents.columns",
+        "Jsonl": "documents.jsonl",
         "Loader": "loader",
         "Loaders": "loader",
+        "MegatronDocuments": "documents.token_documents",
+        "Packed": "documents.packed",
+        "Parquet": "documents.columns",
+        "PreparedDocuments": "documents.token_documents",
         "PythonStdlib": "text",
         "PythonStdlibWords": "words",
+        "StdlibFiles": "documents.text_rows",
+        "Text": "documents.encoder",
+        "TextFiles": "documents.text_rows",
         "TextFolder": "text",
         "TokenFile": "tokens",
+        "TokenFileDocuments": "documents.token_documents",
         "TokenWindows": "tokens",
         "TooLittleData": "tokens",
         "build_loaders": "make_loaders",

@@ -135,21 +135,33 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the samples that were read when the state was saved, whatever the batch size was.
 
-        Warns if seed, batch size or data have changed.
+        Warns if seed, batch size or the number of samples have changed.
+
+        Raises:
+            ValueError: if the fingerprint of the data has changed.
         """
         settings = self._order_settings(state["step"])
+        before, now = state.get("fingerprint"), settings.get("fingerprint")
+        if before and now and before != now:
+            raise ValueError(
+                f"the data is not what the checkpoint was trained on: its fingerprint was {before[:12]} and is "
+                f"{now[:12]} ({self.source.name}: files, tokenizer or options of data differ). Restore them, or begin "
+                f"a new run with the weights alone (checkpoint.weights)"
+            )
         for key, effect in _EFFECTS.items():
             if state.get(key, now := settings.get(key)) != now:
                 log.warning("%s was %s when the checkpoint was written and is %s now: %s", key, state[key], now, effect)
         self.num_untrained = 0
         self.source.load_state_dict(state)
 
-    def _order_settings(self, step: int) -> dict[str, int]:
+    def _order_settings(self, step: int) -> dict[str, Any]:
         """Return what the order of samples depends on, and the number of samples before the step."""
         shard, sizes = self.source.shard, self.source.shard.sizes
-        settings = {"seed": shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
+        settings: dict[str, Any] = {"seed": shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
         if isinstance(self.source, MapSource):
             settings["num_samples"] = self.source.num_samples
+            if isinstance(fingerprint := getattr(self.source.dataset, "fingerprint", None), str):
+                settings["fingerprint"] = fingerprint
         return settings
 
 

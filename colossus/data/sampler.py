@@ -110,7 +110,9 @@ class SampleOrder:
         block, row = divmod(step - sizes.full_from, self._num_steps)
         if self._block is None or self._block[0] != block:
             steps = block * self._num_steps + np.arange(self._num_steps)
-            self._block = block, self._shuffled(sizes.before(sizes.full_from) + steps[:, None] * sizes.full + places)
+            first = sizes.before(sizes.full_from) + steps[:, None] * sizes.full + places
+            # a run that was resumed with a larger batch reads no step before that place
+            self._block = block, self._shuffled(np.maximum(first, 0))
         return self._block[1][row]
 
     def _shuffled(self, places: IndexArray) -> IndexArray:

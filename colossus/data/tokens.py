@@ -169,7 +169,7 @@ class TokenFile(TokenWindows):
         self.tokenizer = dataset_tokenizer(tokenizer, name)
         self._file = user_path(path)
         self._dtype = dtype
-        tokens = _open(self._file, dtype, name)
+        tokens = open_tokens(self._file, dtype, name)
         cut = len(tokens) - round(len(tokens) * validation_fraction)
         self._range = slice(0, cut) if split == "train" else slice(cut, len(tokens))
         super().__init__(tokens[self._range], seq_len, name=f"{name} ({split})", vocab_size=vocab_size, check_ids=True)
@@ -180,10 +180,10 @@ class TokenFile(TokenWindows):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.tokens = _open(self._file, self._dtype, self.name)[self._range]
+        self.tokens = open_tokens(self._file, self._dtype, self.name)[self._range]
 
 
-def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
+def open_tokens(path: Path, dtype: str | None, name: str) -> np.ndarray:
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ValueError(f"{name} {what} (looked from {os.getcwd()}); set data.path to a file of token ids")

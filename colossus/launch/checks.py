@@ -206,6 +206,7 @@ def _check_samples(dataset: Any, options: Any) -> None:
         with GLOBAL_RNG.preserved():
             sample = to_tensors(dataset[number])
         inputs = list(tensors(model_input(sample)))
+        inputs = [(where, x) for where, x in inputs if where == "['ids']"] or inputs  # beside documents and positions
         if check is not None:
             of_dict = sample.get("labels") if isinstance(sample, dict) else None
             labels: Any = sample[-1] if isinstance(sample, tuple) else of_dict

@@ -214,6 +214,7 @@ class PositionEmbedding(Layer):
     """Learned positions, added to an activation: x [batch, tokens, dim] + weight[positions], output like x.
 
     The table is split by features like activations between blocks, or replicated where they do not divide.
+    ``positions`` [batch, tokens] in the whole layout are those in packed documents; by default they are 0, 1, 2, ...
 
     Raises:
         ValueError: there are more tokens than positions.
@@ -233,16 +234,22 @@ class PositionEmbedding(Layer):
         self.layout = Layout(((), self.split_between_blocks(embedding_dim).features))
         self.weight = self.make_parameter({"": shape}, self.layout, init or Normal(0.02), dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         require_sequences(x)
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
         self.record_use_between_blocks(x, activation, self.layout.dims[1])
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
-            rows = self._rows(x.shape[-2], activation, x.device)
+            rows = self.weight if positions is not None else self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
         if self.layout.dims[1] != activation.features:
             rows = redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
+        if positions is not None:
+            user = self.parallel.regions.whole
+            source, target = Layout((user.batch, user.tokens)), Layout((activation.batch, activation.tokens))
+            own = run(MovePlan.of(moves(source, target), self.context).forward, local(positions)).wait()
+            with torch._C.DisableTorchFunctionSubclass():
+                rows = F.embedding(own, rows)
         return wrap(x + rows, placement)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:

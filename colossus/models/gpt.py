@@ -41,8 +41,9 @@ class Decoder(Transformer[DecoderOptions]):
     """Decoder-only language model. A subclass names its options.
 
     Shape:
-        ids [batch, tokens] in the whole layout, or dict(ids=..., documents=...) with the number of the document of each
-        token, [batch, tokens]: a token attends only to its own document. Logits [batch, tokens, vocab_size], under
+        ids [batch, tokens] in the whole layout, or dict(ids=..., documents=..., positions=...) with the number of the
+        document of each token, [batch, tokens]: a token attends only to its own document; and with its position in it,
+        [batch, tokens], which only learned positions need. Logits [batch, tokens, vocab_size], under
         tensor parallelism sharded by its mode (``colossus.layers.to_whole`` makes them whole).
     """
 
@@ -91,8 +92,9 @@ class Decoder(Transformer[DecoderOptions]):
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         more = {key: x for key, x in inputs.items() if key != "ids"} if isinstance(inputs, dict) else {}
         x = self._embedded(inputs["ids"] if isinstance(inputs, dict) else inputs)
+        positions = more.pop("positions", None)  # rotary ones are relative, so only learned ones need them
         if self.positions is not None:
-            x = call(self.positions, x, self.parallel)
+            x = call(self.positions, x, self.parallel, positions=positions)
         x = call(self.dropout, x, self.parallel)
         return (x, more) if more else x
 

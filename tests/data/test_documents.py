@@ -1,0 +1,245 @@
+"""Sources of documents: what they read, their fingerprints, bad rows in words, and their preparation."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.documents import texts, write_rows
+from helpers.tokenizer import make_tokenizer
+
+from colossus.data.documents import jsonl, piece_file, prepare
+from colossus.data.documents.columns import HuggingFaceDataset, Parquet
+from colossus.data.documents.encoder import Text
+from colossus.data.documents.jsonl import Jsonl
+from colossus.data.documents.packed import make_documents
+from colossus.data.documents.prepare import prepared, preparing_with
+from colossus.data.documents.row_source import RowSource
+from colossus.data.documents.text_rows import StdlibFiles, TextFiles
+from colossus.data.documents.token_documents import MegatronDocuments, PreparedDocuments, TokenFileDocuments
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "colossus" / "documents"
+
+
+def rows_of(source: RowSource) -> list[Any]:
+    return [row for piece in source.pieces() for _, row in source.read(piece)]
+
+
+def words(documents: Any) -> list[str]:
+    return [bytes(ids.tolist()).decode() for ids in documents]
+
+
+# -- sources ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_json_lines_are_rows_with_their_numbers(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if suffix.endswith("zst"):
+        pytest.importorskip("zstandard")
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 100)
+    rows = texts(40)
+    lines: list[Any] = [*rows[:20], "", "  ", *rows[20:]]
+    write_rows(tmp_path / f"b{suffix}", lines)
+    write_rows(tmp_path / f"a{suffix}", rows[:3])
+    source = Jsonl(tmp_path / f"*{suffix}")
+    assert rows_of(source) == rows[:3] + rows
+    assert source.count() == 43
+    assert (len(source.pieces()) > 10) == (suffix == ".jsonl")
+    numbers = [number for piece in source.pieces()[1:] for number, row in source.read(piece) if row in rows[20:]]
+    assert numbers[-20:] == [*range(23, 43)]
+
+
+def test_damaged_and_missing_files_are_told_in_words(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl.gz", texts(200))
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged or cut off behind its line \d"):
+        rows_of(Jsonl(file))
+    with pytest.raises(ValueError, match=r"Jsonl: .*none.* has no file"):
+        Jsonl(tmp_path / "none*.jsonl")
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        Jsonl(tmp_path)
+
+
+def test_tables_are_rows(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = texts(1000)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=300)
+    source = Parquet(tmp_path / "a.parquet")
+    assert rows_of(source) == rows
+    assert (source.count(), [piece.line for piece in source.pieces()]) == (1000, [1, 301, 601, 901])
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"b\.parquet cannot be read"):
+        Parquet(tmp_path / "b.parquet").pieces()
+
+
+def test_data_sets_of_hugging_face_are_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = texts(700)
+    whole = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(tmp_path / "set")
+    assert rows_of(HuggingFaceDataset(whole)) == rows_of(HuggingFaceDataset(tmp_path / "set", "train")) == rows
+    assert HuggingFaceDataset(tmp_path / "set", "test").count() == 5
+    with pytest.raises(ValueError, match="has the splits train, test: set split"):
+        HuggingFaceDataset(tmp_path / "set")
+    assert HuggingFaceDataset(whole).fingerprint != HuggingFaceDataset(whole.select(range(9))).fingerprint
+
+
+def test_files_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, text in {"b.txt": "zwei", "sub/a.txt": "drei", "a.txt": "eins", "a.md": "nicht"}.items():
+        (tmp_path / name).write_text(text)
+    source = TextFiles(tmp_path)
+    assert [row["text"] for row in rows_of(source)] == ["eins", "zwei", "drei"]
+    assert source.place("title", 3).endswith("file sub/a.txt")
+    assert sum(len(row["text"].encode()) for row in rows_of(StdlibFiles(50_000))) >= 50_000 - 3
+
+
+def test_files_of_megatron_are_documents(tmp_path: Path) -> None:
+    lengths = [3, 0, 5, 1]
+    tokens = np.arange(9, dtype=np.int32)
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) * 4
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 4, 5)
+    index = head + np.array(lengths, np.int32).tobytes() + starts.astype(np.int64).tobytes() + bytes(5 * 8)
+    (tmp_path / "x.idx").write_bytes(index)
+    tokens.tofile(tmp_path / "x.bin")
+    documents = MegatronDocuments(tmp_path / "x")
+    assert [ids.tolist() for ids in documents] == [[0, 1, 2], [], [3, 4, 5, 6, 7], [8]]
+    tokens[:-1].tofile(tmp_path / "x.bin")
+    with pytest.raises(ValueError, match=r"the index has 9 tokens, but .*x\.bin has 8"):
+        MegatronDocuments(tmp_path / "x.bin")
+    (tmp_path / "x.idx").write_bytes(b"no index")
+    with pytest.raises(ValueError, match="no index of Megatron-LM"):
+        MegatronDocuments(tmp_path / "x")
+
+
+def test_an_end_token_cuts_a_file_of_ids(tmp_path: Path) -> None:
+    np.array([5, 6, 0, 7, 0, 0, 8], np.uint16).tofile(tmp_path / "ids.bin")
+    documents = TokenFileDocuments(tmp_path / "ids.bin", end=0)
+    assert [ids.tolist() for ids in documents] == [[5, 6, 0], [7, 0], [0], [8]]
+
+
+def test_fingerprints_follow_content_names_and_options_and_no_folder(tmp_path: Path) -> None:
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "x.jsonl", texts(9))
+    first, second = (Text(Jsonl(tmp_path / folder / "x.jsonl")).fingerprint for folder in "ab")
+    assert first == second
+    changed = [Text(Jsonl(tmp_path / "a" / "x.jsonl"), end=0), Text(Jsonl(tmp_path / "a" / "x.jsonl"), "number")]
+    (tmp_path / "b" / "x.jsonl").write_bytes(
+        (tmp_path / "a" / "x.jsonl").read_bytes().replace(b"document 3", b"d0cument 3")
+    )
+    changed.append(Text(Jsonl(tmp_path / "b" / "x.jsonl")))
+    assert len({first, *(encoder.fingerprint for encoder in changed)}) == 4
+
+
+# -- encoding and preparation -----------------------------------------------------------------------------------
+
+
+def test_texts_become_bytes_or_ids_of_a_tokenizer_with_begin_and_end(tmp_path: Path) -> None:
+    rows = texts(50)
+    source = Jsonl(write_rows(tmp_path / "x.jsonl", rows))
+    assert words(make_documents(source)) == [row["text"] for row in rows]
+    marked = prepared(Text(source, begin=1, end=0))
+    assert words(marked) == [f"\1{row['text']}\0" for row in rows]
+    assert (marked.vocab_size, marked.tokens.dtype) == (0xE2 + 1, np.uint16)
+    tokenizer = make_tokenizer(tmp_path / "model")
+    encoded = prepared(Text(source, tokenizer=tokenizer, end="<|end|>"))
+    library: Any = Text(source, tokenizer=tokenizer).library()
+    assert [library.decode(ids[:-1].tolist()) for ids in encoded] == [row["text"] for row in rows]
+    assert {int(ids[-1]) for ids in encoded} == {library.token_to_id("<|end|>")}
+    with pytest.raises(ValueError, match=r"Text: end = '<eos>' is no token of the tokenizer"):
+        Text(source, tokenizer=tokenizer, end="<eos>")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "broken": ('{"text": "a', r"x\.jsonl, line 4: it is no JSON .*mend the row, or leave out .* by skip=\['broken'\]"),
+    "missing": ({"txt": "a"}, r"x\.jsonl, line 4: 'text' is missing; it has 'txt'.*skip=\['missing'\]"),
+    "empty": ({"text": ""}, r"x\.jsonl, line 4: 'text' is empty.*skip=\['empty'\]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_rows_are_told_by_file_and_line_and_left_out_only_if_asked(tmp_path: Path, kind: str) -> None:
+    row, message = BAD[kind]
+    rows = texts(6)
+    source = Jsonl(write_rows(tmp_path / "x.jsonl", [*rows[:3], row, *rows[3:], row]))
+    with pytest.raises(ValueError, match=message):
+        make_documents(source)
+    others = [other for other in BAD if other != kind]
+    with pytest.raises(ValueError, match="line 4"):
+        make_documents(Text(source, skip=others))
+    documents: Any = make_documents(Text(source, skip=[kind]))
+    assert (words(documents), documents.skipped) == ([row["text"] for row in rows], {kind: 2})
+    assert documents.place(3).endswith("x.jsonl, line 5")
+    assert len(make_documents(Text(source, skip=True))) == 6
+    with pytest.raises(ValueError, match="skip has 'rest'; kinds are broken, missing, empty, chat"):
+        Text(source, skip=["rest"])
+
+
+def test_a_preparation_that_was_stopped_goes_on(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 200)
+    rows = texts(60)
+    encoder = Text(Jsonl(write_rows(tmp_path / "x.jsonl", rows)))
+    encoded, encode = [], piece_file.encode_piece
+
+    def stopped(encoder: Any, piece: Any) -> Any:
+        if len(encoded) == 5:
+            raise KeyboardInterrupt
+        encoded.append(piece)
+        return encode(encoder, piece)
+
+    monkeypatch.setattr(piece_file, "encode_piece", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(encoder)
+    assert not (cache / encoder.fingerprint[:32]).exists()
+    monkeypatch.setattr(
+        piece_file, "encode_piece", lambda *arguments: encoded.append(arguments[1]) or encode(*arguments)
+    )
+    documents = prepared(encoder)
+    assert words(documents) == [row["text"] for row in rows]
+    assert encoded == encoder.source.pieces()  # each once
+    assert documents.place(59).endswith("line 60")
+    assert words(prepared(encoder)) == words(documents)
+    assert len(encoded) == len(encoder.source.pieces())
+    assert sorted(entry.name for entry in cache.iterdir()) == [
+        f"{encoder.fingerprint[:32]}{end}" for end in ("", ".lock")
+    ]
+
+
+def test_several_processes_prepare_the_same(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 1000)
+    encoder = Text(Jsonl(write_rows(tmp_path / "x.jsonl", texts(100))), end=0)
+    alone = [ids.tolist() for ids in prepared(encoder)]
+    (cache / encoder.fingerprint[:32] / "documents.json").unlink()
+    os.rename(cache / encoder.fingerprint[:32], cache / "old")
+    with preparing_with(2):
+        assert [ids.tolist() for ids in prepared(encoder)] == alone
+    folder = cache / encoder.fingerprint[:32]
+    by_name = PreparedDocuments(folder, "bytes")
+    assert [ids.tolist() for ids in by_name] == alone
+    assert by_name.place(7).endswith("x.jsonl, line 8")
+    with pytest.raises(ValueError, match="its ids were made by another tokenizer"):
+        PreparedDocuments(folder, make_tokenizer(tmp_path / "model"))
+    about = json.loads((folder / "documents.json").read_text())
+    (folder / "documents.json").write_text(json.dumps({**about, "version": 0}))
+    with pytest.raises(ValueError, match="is of version 0, not 1: prepare it again"):
+        PreparedDocuments(folder)
+    with pytest.raises(ValueError, match=r"has no documents\.json that can be read"):
+        PreparedDocuments(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"documents cannot be prepared in .*set XDG_CACHE_HOME"):
+        make_documents(Jsonl(write_rows(tmp_path / "x.jsonl", texts(2))))
+    assert prepare.documents_folder() == tmp_path / "file" / "colossus" / "documents"
