@@ -210,20 +210,6 @@ DATASETS = Registry(
         "TokenFile": "colossus.data.tokens:TokenFile",
     },
 )
-DOCUMENTS = Registry(
-    "source of documents",
-    {
-        "HuggingFaceDataset": "colossus.data.documents.columns:HuggingFaceDataset",
-        "Jsonl": "colossus.data.documents.jsonl:Jsonl",
-        "MegatronDocuments": "colossus.data.documents.token_documents:MegatronDocuments",
-        "Parquet": "colossus.data.documents.columns:Parquet",
-        "PreparedDocuments": "colossus.data.documents.token_documents:PreparedDocuments",
-        "StdlibFiles": "colossus.data.documents.text_rows:StdlibFiles",
-        "Text": "colossus.data.documents.encoder:Text",
-        "TextFiles": "colossus.data.documents.text_rows:TextFiles",
-        "TokenFileDocuments": "colossus.data.documents.token_documents:TokenFileDocuments",
-    },
-)
 #: torch's optimizers that update each element by itself, so that they work on a part of a parameter
 TORCH_OPTIMIZERS = (
     "AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD",

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
+from colossus.data.documents.kinds import DOCUMENTS
 from colossus.data.documents.row_source import BadRow, Row, RowSource, fingerprint_of
 from colossus.data.tokenizer import dataset_tokenizer, load_tokenizer
-from colossus.registry import DOCUMENTS
 
 
 class Encoded(NamedTuple):

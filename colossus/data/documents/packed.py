@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from colossus.data.documents.encoder import Encoder, Text
+from colossus.data.documents.kinds import DOCUMENTS
 from colossus.data.documents.packing import STRATEGIES, Spans, pack
 from colossus.data.documents.prepare import prepared
 from colossus.data.documents.row_source import RowSource, fingerprint_of
 from colossus.data.documents.token_documents import TokenDocuments
 from colossus.data.sampler import permute
 from colossus.data.tokens import BatchedDataset, TooLittleData, check_split
-from colossus.registry import DOCUMENTS
 
 #: label of a token that has no next one in its document, or none that is trained on
 NO_LABEL = -100
