@@ -203,6 +203,7 @@ DATASETS = Registry(
     "dataset",
     {
         "Digits": "colossus.data.images:Digits",
+        "Mix": "colossus.data.mix:Mix",
         "Packed": "colossus.data.documents.packed:Packed",
         "PythonStdlib": "colossus.data.text:PythonStdlib",
         "PythonStdlibWords": "colossus.data.words:PythonStdlibWords",

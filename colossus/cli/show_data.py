@@ -10,6 +10,7 @@ import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
 from colossus.config import Config, ConfigError
+from colossus.config.batch_sizes import BatchSizes
 from colossus.data.documents.packed import NO_LABEL
 from colossus.data.documents.prepare import preparing_with
 from colossus.data.make_loaders import loaders_of
@@ -28,6 +29,10 @@ def render_data(config: Config, first: int, count: int, *, in_colour: bool) -> I
     """Yield the lines of the tree of the training data, and of rows ``first`` to ``first + count - 1``."""
     dataset = _dataset(config)
     yield from _tree(dataset)
+    if callable(epochs := getattr(dataset, "epochs", None)):
+        by_name = epochs(BatchSizes(config.train.global_batch_size, config.train.batch_ramp).before(config.train.steps))
+        told = ", ".join(f"{count:.2f} of {name}" for name, count in by_name.items())
+        yield f"epochs after {config.train.steps:,} steps: {told}"
     if not 0 <= first < len(dataset):
         raise ConfigError(f"--from {first}: the training data has the rows 0 to {len(dataset) - 1}")
     for number in range(first, min(first + count, len(dataset))):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from colossus.data.images import Digits
     from colossus.data.loader import Loader, Loaders
     from colossus.data.make_loaders import build_loaders
+    from colossus.data.mix import Mix
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
@@ -26,6 +27,7 @@ __all__ = [
     "Loader",
     "Loaders",
     "MegatronDocuments",
+    "Mix",
     "Packed",
     "Parquet",
     "PreparedDocuments",
@@ -52,6 +54,7 @@ __getattr__, __dir__ = lazy_names(
         "Loader": "loader",
         "Loaders": "loader",
         "MegatronDocuments": "documents.token_documents",
+        "Mix": "mix",
         "Packed": "documents.packed",
         "Parquet": "documents.columns",
         "PreparedDocuments": "documents.token_documents",

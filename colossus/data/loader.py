@@ -148,6 +148,14 @@ class Loader:
                 f"{now[:12]} ({self.source.name}: files, tokenizer or options of data differ). Restore them, or begin "
                 f"a new run with the weights alone (checkpoint.weights)"
             )
+        if before := state.get("taken"):
+            now = getattr(self.source, "dataset", None).taken(number := state["samples"])  # type: ignore[union-attr]
+            if before != now:
+                raise ValueError(
+                    f"the mixture had given {before} samples when the checkpoint was written, by its weights now it "
+                    f"would be {now}: restore the weights, and set new ones from here on by data.changes="
+                    f"{{{number}: ..}}"
+                )
         for key, effect in _EFFECTS.items():
             if state.get(key, now := settings.get(key)) != now:
                 log.warning("%s was %s when the checkpoint was written and is %s now: %s", key, state[key], now, effect)
@@ -162,6 +170,8 @@ class Loader:
             settings["num_samples"] = self.source.num_samples
             if isinstance(fingerprint := getattr(self.source.dataset, "fingerprint", None), str):
                 settings["fingerprint"] = fingerprint
+            if callable(taken := getattr(self.source.dataset, "taken", None)):  # of a mixture
+                settings["taken"] = taken(settings["samples"])
         return settings
 
 

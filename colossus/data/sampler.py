@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
+SamplesAt = Callable[[IndexArray], IndexArray]
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,17 @@ class SampleOrder:
 
     In training they come from the endless sequence of all epochs, in validation from first to last. Many steps are
     computed at once, which takes as long as few.
+
+    Args:
+        shard: the shard of each batch.
+        num_samples: samples of the dataset.
+        samples_at: the order of a dataset that has one of its own (`Mix`), positions -> samples.
     """
 
     _AT_ONCE = 4096
 
-    def __init__(self, shard: BatchShard, num_samples: int) -> None:
-        self.shard, self.num_samples = shard, num_samples
+    def __init__(self, shard: BatchShard, num_samples: int, samples_at: SamplesAt | None = None) -> None:
+        self.shard, self.num_samples, self._samples_at = shard, num_samples, samples_at
         self._num_steps = max(1, min(self._AT_ONCE, num_samples) // shard.global_batch_size)
         #: number of a block of consecutive steps, and this data rank's samples of each step
         self._block: tuple[int, IndexArray] | None = None
@@ -117,6 +123,8 @@ class SampleOrder:
 
     def _shuffled(self, places: IndexArray) -> IndexArray:
         """Return the samples at these positions of the endless sequence."""
+        if self._samples_at is not None:
+            return self._samples_at(places)
         epochs, positions = np.divmod(places, self.num_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():

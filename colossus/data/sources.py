@@ -93,7 +93,7 @@ class MapSource(Source):
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
         self.shard, self._options = shard, options
-        self._by_step = _Batches(dataset, SampleOrder(shard, self.num_samples), options)
+        self._by_step = self._batches(shard)
         #: step at which the run was resumed; the batch may have had another size before
         self._first_step = 0
         self._workers: Iterator[Batch] | None = None
@@ -126,7 +126,11 @@ class MapSource(Source):
         self._first_step = first_step
         if shard != self.shard:
             self.shard, self._workers = shard, None
-            self._by_step = _Batches(self.dataset, SampleOrder(shard, self.num_samples), self._options)
+            self._by_step = self._batches(shard)
+
+    def _batches(self, shard: BatchShard) -> _Batches:
+        order = SampleOrder(shard, self.num_samples, getattr(self.dataset, "samples_at", None))
+        return _Batches(self.dataset, order, self._options)
 
     def close(self) -> None:
         self._workers = None
