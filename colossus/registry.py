@@ -163,6 +163,7 @@ HF_FAMILIES = Registry(
         "gemma2": "colossus.hf.gemma_families:Gemma2",
         "gemma3_text": "colossus.hf.gemma_families:Gemma3",
         "gpt2": "colossus.hf.families:GPT2",
+        "gpt_oss": "colossus.hf.gpt_oss_family:GptOss",
         "llama": "colossus.hf.families:Llama",
         "mistral": "colossus.hf.families:Mistral",
         "mixtral": "colossus.hf.moe_families:Mixtral",

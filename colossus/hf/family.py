@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import TOKEN_IDS
+from colossus.layout.layout import Box
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
 Shape = tuple[int, ...]
@@ -62,7 +63,8 @@ class Row:
     Attributes:
         name: the tensor's name with the prefix of the base model (``transformer.``).
         parts: our parameters, concatenated along dim 0.
-        transposed: the file has ``[in, out]`` where we have ``[out, in]``.
+        transposed: the file has ``[.., in, out]`` where we have ``[.., out, in]``.
+        interleaved: entries of the parts alternate along the file's last dim (gpt-oss), in place of a concatenation.
         index: the file's tensor is entry ``index`` of dim 0 of the only part, without that dim.
         layers: numbers of the layers that have the tensor; None: all layers.
         file_shape: the shape in the file, where it has the same numbers in other dims.
@@ -74,6 +76,7 @@ class Row:
     name: str
     parts: tuple[Part, ...]
     transposed: bool = False
+    interleaved: bool = False
     index: int | None = None
     layers: Sequence[int] | None = None
     file_shape: Shape | None = None
@@ -85,11 +88,17 @@ class Row:
 
     @property
     def rows(self) -> Shape:
-        """The shape of the file's row-major array in the dims of our parameters, all parts concatenated along dim 0."""
+        """The shape of the file's row-major array in the dims of our parameters, all parts concatenated along dim 0.
+
+        Interleaved parts have a last dim of their own.
+        """
         if self.index is not None:
             return (1, *self.parts[0].shape[1:])
-        stacked = (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-        return stacked[::-1] if self.transposed else stacked
+        length = self.parts[0].shape[0] if self.interleaved else sum(part.shape[0] for part in self.parts)
+        rows = (length, *self.parts[0].shape[1:])
+        if self.transposed:
+            rows = (*rows[:-2], rows[-1], rows[-2])
+        return (*rows, len(self.parts)) if self.interleaved else rows
 
     @property
     def shape(self) -> Shape:
@@ -101,7 +110,19 @@ class Row:
         first = -(self.index or 0)
         for part in self.parts:
             yield part, first
-            first += part.shape[0]
+            first += 0 if self.interleaved else part.shape[0]
+
+    def in_file(self, box: Box, part: Part) -> Box:
+        """Return the box of the file's array that has a box of a part, (start, stop) of every dim."""
+        if self.transposed:
+            box = (*box[:-2], box[-1], box[-2])
+        number = self.parts.index(part)
+        return (*box, (number, number + 1)) if self.interleaved else box
+
+    def of_part(self, array: Any, part: Part) -> Any:
+        """Return a view of the file's array (a tensor of the shape `rows`) in the dims of a part."""
+        array = array[..., self.parts.index(part)] if self.interleaved else array
+        return array.mT if self.transposed else array
 
     def of_layer(self, number: int) -> Row:
         name, *others = (pattern.replace("*", str(number)) for pattern in (self.name, *self.other_names))

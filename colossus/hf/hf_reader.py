@@ -12,7 +12,7 @@ from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
-from colossus.hf.family import Row
+from colossus.hf.family import Part, Row
 from colossus.hf.hf_folder import StoredTensor, read_folder
 from colossus.layout.layout import Box
 
@@ -21,7 +21,7 @@ class HFReader(CheckpointReader):
     """A model folder of Hugging Face (`colossus.hf.families`), read like a checkpoint that has weights only.
 
     It reads only the boxes that a caller asks for, through a buffer of one block (1 MiB), also from fused tensors
-    (GPT-2's ``c_attn``) and transposed ones (its ``Conv1D``).
+    (GPT-2's ``c_attn``) and transposed ones (its ``Conv1D``, gpt-oss's experts).
 
     Raises:
         CheckpointError: see `read_folder`.
@@ -34,10 +34,10 @@ class HFReader(CheckpointReader):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         placed, self.manifest = read_folder(self.folder)
-        self._places: dict[str, list[tuple[Row, StoredTensor, int]]] = defaultdict(list)
+        self._places: dict[str, list[tuple[Row, StoredTensor, Part, int]]] = defaultdict(list)
         for tensor, stored in placed:
             for part, first in tensor.located():
-                self._places[f"model/{part.name}"].append((tensor, stored, first))
+                self._places[f"model/{part.name}"].append((tensor, stored, part, first))
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
 
@@ -49,13 +49,14 @@ class HFReader(CheckpointReader):
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
-        for tensor, stored, first in self._places[key]:
-            rows = tensor.rows
+        for tensor, stored, part, first in self._places[key]:
             # the file's whole array as a chunk of the parameter: the parameter lies in it, or it lies in the parameter
-            start = (-first, *(0 for _ in rows[1:]))
-            chunk = Chunk(stored.file, stored.offset, start[::-1] if tensor.transposed else start, rows)
-            turned = (box[::-1], out.T) if tensor.transposed else (box, out)
-            self._read_chunk(key, chunk, DTYPES[stored.dtype], *turned)
+            (low, high), *others = box
+            shifted = tensor.in_file(((low + first, high + first), *others), part)
+            chunk = Chunk(stored.file, stored.offset, (0,) * len(tensor.rows), tensor.rows)
+            turned = out.mT if tensor.transposed else out
+            turned = turned.unsqueeze(-1) if tensor.interleaved else turned
+            self._read_chunk(key, chunk, DTYPES[stored.dtype], shifted, turned)
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
         """Check nothing: Hugging Face's folders have no checksums, and `read_folder` has checked headers and sizes."""

@@ -299,8 +299,8 @@ def _assembled(
 ) -> Iterator[Tensor]:
     for tensor in tensors:
         whole = torch.empty(tensor.rows, dtype=plan.dtypes[tensor.name])
-        stacked = whole.T if tensor.transposed else whole
         for part, first in tensor.located():
+            stacked = tensor.of_part(whole, part)
             value = stream.take(part.name)
             value = value if tensor.index is None else value[tensor.index : tensor.index + 1]
             rows = stacked[max(0, first) : first + part.shape[0]].copy_(value)

@@ -61,6 +61,7 @@ class DeepseekV3(Llama):
     fixed: ClassVar[Mapping[str, Any]] = {
         "norm": "rmsnorm", "bias": False,
         "experts.score": "sigmoid", "experts.every": 1, "experts.capacity": None,
+        "experts.bias": False, "experts.limit": None,
     }  # fmt: skip
     derived = ("num_kv_heads", "head_dim")
     #: its layer for multi-token prediction

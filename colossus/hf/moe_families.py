@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from colossus.hf.families import Llama, Qwen3, llama_keys
 from colossus.hf.family import Key, Row, row
 from colossus.registry import HF_FAMILIES
 
 #: options with one value in both families; transformers has no bias of the choice and no limit of an expert's tokens
-_FIXED: Mapping[str, Any] = {
+FIXED: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "bias": False,
     "experts.shared": None,
+    "experts.bias": False,
+    "experts.limit": None,
     "experts.score": "softmax",
     "experts.scale": 1.0,
     "experts.groups": None,
@@ -64,9 +66,9 @@ class Mixtral(Llama):
         Key("num_experts_per_tok", "experts.top_k", 2),
         Key("sliding_window", "window"),
     )
-    required = dict(router_jitter_noise=0.0)
-    fixed = {**_FIXED, "experts.norm_topk": True, "experts.every": 1}
-    derived = ("attention_pattern",)
+    required: ClassVar[Mapping[str, Any]] = dict(router_jitter_noise=0.0)
+    fixed = {**FIXED, "experts.norm_topk": True, "experts.every": 1}
+    derived: ClassVar[tuple[str, ...]] = ("attention_pattern",)
 
     def differences(self, options: Any) -> list[str]:
         differences, experts = super().differences(options), options.experts
@@ -106,7 +108,7 @@ class Qwen3MoE(Qwen3):
         Key("decoder_sparse_step", "experts.every", 1),
     )
     required = dict(Qwen3.required, mlp_only_layers=[])
-    fixed = {**_FIXED, "qk_norm": True}
+    fixed = {**FIXED, "qk_norm": True}
 
     def to_spec(self, config: Mapping[str, Any], overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         """Return our model as a spec; transformers 5 writes ``num_local_experts`` and reads both keys."""

@@ -38,6 +38,12 @@ class ExpertsOptions(BaseModel):
     ffn_size: Annotated[int, Field(ge=1)] | None = None
     #: features inside an expert that all tokens go through; default none
     shared: Annotated[int, Field(ge=1)] | None = None
+    #: biases of the router's and of the experts' products (gpt-oss)
+    bias: bool = False
+    #: bound of gate and up in the clamped gate of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate); default: SwiGLU
+    limit: Annotated[float, Field(gt=0)] | None = None
+    #: factor inside the sigmoid of that gate
+    alpha: Annotated[float, Field(gt=0)] = 1.702
     #: softmax over the experts, or sigmoid of each
     score: Literal["softmax", "sigmoid"] = "softmax"
     #: the weights of a token's experts add up to 1
@@ -78,8 +84,8 @@ class ExpertsOptions(BaseModel):
     def arguments(self) -> dict[str, Any]:
         """The arguments of `colossus.layers.MoE`."""
         router = self.model_dump(include={"score", "norm_topk", "scale", "groups", "top_groups", "bias_update"})
-        same = self.model_dump(include={"top_k", "ffn_size", "shared", "aux_loss", "z_loss", "capacity"})
-        return {"num_experts": self.num, "router": router, **same}
+        same = {"top_k", "ffn_size", "shared", "bias", "limit", "alpha", "aux_loss", "z_loss", "capacity"}
+        return {"num_experts": self.num, "router": router, **self.model_dump(include=same)}
 
 
 def group_problem(num: int, top_k: int, groups: int | None, top_groups: int | None, score: str) -> str | None:

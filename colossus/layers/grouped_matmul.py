@@ -28,18 +28,20 @@ def is_one_kernel(x: Tensor, weight: Tensor) -> bool:
     return is_bf16 and is_aligned and torch_versions.grouped_mm is not None
 
 
-def grouped_product(x: Tensor, weights: Tensor, counts: Tensor | list[int]) -> Tensor:
+def grouped_product(x: Tensor, weights: Tensor, counts: Tensor | list[int], biases: Tensor | None = None) -> Tensor:
     """Return ``x_g @ weights[g].T`` for the rows of each group g, which are consecutive: x [n, in] -> [n, out].
 
     Args:
         weights: [groups, out, in].
         counts: rows of each group, of sum n, from `group_sizes`: with a tensor all groups are one kernel
             (``torch._grouped_mm``) and the host reads no counts; with a list they are a loop.
+        biases: [groups, out], added to the rows of their group.
     """
     if isinstance(counts, Tensor):
         dtype = product_dtype(x) or x.dtype
         ends = counts.cumsum(0, dtype=torch.int32)
         y: Tensor = torch_versions.grouped_mm(x.to(dtype), weights.to(dtype).transpose(-2, -1), ends)
-        return y
-    parts = zip(x.split(counts), weights.unbind(), strict=True)
-    return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+        return y if biases is None else y + biases.to(dtype).repeat_interleave(counts, 0, output_size=len(x))
+    of_groups = [None] * len(weights) if biases is None else biases.unbind()
+    parts = zip(x.split(counts), weights.unbind(), of_groups, strict=True)
+    return torch.cat([F.linear(rows, weight, bias) for rows, weight, bias in parts])

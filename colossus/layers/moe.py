@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colossus.arithmetic import not_a_multiple
 from colossus.comm.kept_results import products_without_values, read_once
-from colossus.construct.initial_values import torch_linear
+from colossus.construct.initial_values import Constant, torch_linear
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
@@ -21,6 +21,7 @@ from colossus.layers.expert_rows import ExpertExchange, inverse, take_rows
 from colossus.layers.grouped_matmul import group_sizes, grouped_product
 from colossus.layers.layer import Layer, call
 from colossus.layers.router import Router, count_choices
+from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, spec_of
 from colossus.registry import MLPS
@@ -29,7 +30,7 @@ from colossus.sharded_tensor.tensor import wrap
 
 
 class MoE(Layer):
-    """A mixture of SwiGLU experts: the ``top_k`` best of ``num_experts`` for each token, weighted by the router.
+    """A mixture of gated experts: the ``top_k`` best of ``num_experts`` for each token, weighted by the router.
 
     No token is dropped, unless there is a ``capacity``. Every plan computes the same: a token's experts are summed in
     the order of their scores.
@@ -37,7 +38,10 @@ class MoE(Layer):
     Args:
         ffn_size: features inside an expert. If it divides, the tensor ranks with the same samples split it, else each
             of them computes all.
-        shared: features inside an expert that all tokens go through with weight 1; None: no such expert.
+        shared: features inside an expert that all tokens go through with weight 1, a SwiGLU without biases; None: no
+            such expert.
+        bias: biases of the router's and of the experts' products (gpt-oss).
+        limit, alpha: see `clamped_gate`, which takes the place of SwiGLU where there is a limit.
         router: ``score``, ``norm_topk``, ``scale``, ``groups``, ``top_groups`` and ``bias_update`` of `Router`.
         aux_loss, z_loss: coefficients, see `Router`.
         capacity: an expert takes at most ``capacity * tokens * top_k / num_experts`` of a rank's tokens in a
@@ -47,7 +51,8 @@ class MoE(Layer):
     Shape:
         input and output [.., hidden_size]; the output has the layout of the input. Parameters, by full shapes:
         ``router.weight`` [experts, hidden], ``experts.gate`` and ``experts.up`` [experts, ffn, hidden],
-        ``experts.down`` [experts, hidden, ffn].
+        ``experts.down`` [experts, hidden, ffn]; with ``bias`` ``router.logit_bias`` [experts],
+        ``experts.gate_bias`` and ``experts.up_bias`` [experts, ffn], ``experts.down_bias`` [experts, hidden].
     """
 
     def __init__(
@@ -58,6 +63,9 @@ class MoE(Layer):
         top_k: int,
         *,
         shared: int | None = None,
+        bias: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.702,
         router: Mapping[str, Any] | None = None,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
@@ -69,11 +77,11 @@ class MoE(Layer):
         super().__init__()
         sizes = tuple(map(operator.index, (hidden_size, ffn_size, num_experts)))
         self.num_experts, self.top_k, self.capacity = sizes[2], operator.index(top_k), capacity
-        options: dict[str, Any] = dict(
-            router or {}, aux_loss=aux_loss, z_loss=z_loss, capacity=capacity, init=init, dtype=dtype
-        )
+        losses = dict(aux_loss=aux_loss, z_loss=z_loss, capacity=capacity)
+        options: dict[str, Any] = dict(router or {}, logit_bias=bias, **losses, init=init, dtype=dtype)
         self.router = Router(sizes[0], sizes[2], self.top_k, **options)
-        self.experts = Experts(*sizes, init=init, out_init=out_init, dtype=dtype)
+        gated: dict[str, Any] = dict(bias=bias, limit=limit, alpha=alpha)
+        self.experts = Experts(*sizes, **gated, init=init, out_init=out_init, dtype=dtype)
         self.shared: nn.Module | None = None
         if shared is not None:
             inits: dict[str, Any] = {"init": init, "out_init": out_init, "dtype": dtype}
@@ -151,8 +159,17 @@ def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:
     return over
 
 
+def clamped_gate(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return the product of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), of values inside of ``limit``.
+
+    ``gate`` has no lower bound.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
 class Experts(Layer):
-    """A rank's experts, down(silu(gate(x)) * up(x)), with stacked parameters.
+    """A rank's experts, down(silu(gate(x)) * up(x)), with stacked parameters; see `MoE` for other gates, and biases.
 
     Attributes:
         group: the ranks over which experts are spread; each has experts with consecutive numbers.
@@ -165,12 +182,16 @@ class Experts(Layer):
         ffn_size: int,
         num_experts: int,
         *,
+        bias: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.702,
         init: Initializer | None = None,
         out_init: Initializer | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
+        self.limit, self.alpha = limit, alpha
         grid, whole = self.context.grid, self.parallel.regions.whole
         over = expert_axes_of(grid, num_experts)
         axes = tuple(axis for axis in grid.axes("tensor") if grid.sizes[axis] > 1 and axis not in whole.batch)
@@ -184,6 +205,18 @@ class Experts(Layer):
         for parameter in (self.gate, self.up, self.down):
             spec_of(parameter).is_stack = True
             self.decide_gradients(parameter, whole)
+        # outputs of the ranks that share an expert are addends: one rank adds the bias, and has its gradient
+        own, addend = Layout((over, self.split_axes)), replace(whole, grad_partial=self.split_axes)
+        self.gate_bias = self._bias(ffn_size, own, whole, dtype) if bias else None
+        self.up_bias = self._bias(ffn_size, own, whole, dtype) if bias else None
+        self.down_bias = self._bias(hidden_size, Layout((over, ())), addend, dtype) if bias else None
+        self.adds_bias = all(self.context.index(axis) == 0 for axis in self.split_axes)
+
+    def _bias(self, size: int, layout: Layout, use: Activation, dtype: torch.dtype | None) -> nn.Parameter:
+        parameter = self.make_parameter({"": (self.num_experts, size)}, layout, Constant(0.0), dtype=dtype)
+        spec_of(parameter).is_stack = True
+        self.decide_gradients(parameter, use)
+        return parameter
 
     @property
     def group(self) -> AxisGroup:
@@ -196,10 +229,13 @@ class Experts(Layer):
         """
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sizes = group_sizes(counts, x, self.gate)
-            gate, up = grouped_product(x, self.gate, sizes), grouped_product(x, self.up, sizes)
+            gate = grouped_product(x, self.gate, sizes, self.gate_bias)
+            up = grouped_product(x, self.up, sizes, self.up_bias)
+            inner = F.silu(gate) * up if self.limit is None else clamped_gate(gate, up, self.limit, self.alpha)
+            bias = self.down_bias if self.down_bias is None or self.adds_bias else self.down_bias * 0.0
             # an exchange of rows reads this product, and nothing else does
             with products_without_values(self.group.size > 1):
-                return grouped_product(F.silu(gate) * up, self.down, sizes)
+                return grouped_product(inner, self.down, sizes, bias)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), gate and up {spec_of(self.gate).layout}"

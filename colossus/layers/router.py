@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.kept_results import kept
-from colossus.construct.initial_values import torch_linear
+from colossus.construct.initial_values import Constant, torch_linear
 from colossus.error_place import located_error
 from colossus.layers.block_options import group_problem
 from colossus.layers.layer import Layer
@@ -48,6 +48,7 @@ class Router(Layer):
             it.
         capacity: see `MoE`. The expert of a dropped choice is ``num_experts``.
         z_loss: coefficient of the mean square of logsumexp(logits) (2202.08906, section 3.2).
+        logit_bias: the product has a learned bias, ``logit_bias`` [experts] (gpt-oss).
 
     Shape:
         input [tokens, hidden_size], plain and whole; output weights and experts, both [tokens, top_k], the best first.
@@ -68,6 +69,7 @@ class Router(Layer):
         groups: int | None = None,
         top_groups: int | None = None,
         bias_update: float | None = None,
+        logit_bias: bool = False,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
         capacity: float | None = None,
@@ -87,11 +89,14 @@ class Router(Layer):
         self.bias_update, self.aux_loss, self.z_loss, self.capacity = bias_update, aux_loss, z_loss, capacity
         shape = (num_experts, hidden_size)
         self.weight = self.make_parameter({"": shape}, Layout.whole(2), init or torch_linear(hidden_size), dtype=dtype)
-        self.decide_gradients(self.weight, self.parallel.regions.whole)
+        bias = {"": (num_experts,)}
+        self.logit_bias = self.make_parameter(bias, Layout.whole(1), Constant(0.0), dtype=dtype) if logit_bias else None
+        for parameter in (self.weight, self.logit_bias):
+            self.decide_gradients(parameter, self.parallel.regions.whole)
         self.register_buffer("bias", torch.zeros(num_experts) if bias_update is not None else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _wide_product(x, self.weight)
+        logits = _wide_product(x, self.weight, self.logit_bias)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         biased = scores.detach() if self.bias is None else scores.detach() + self.bias
         if self.groups is not None and self.top_groups is not None:
@@ -165,11 +170,11 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
-def _wide_product(x: Tensor, weight: nn.Parameter) -> Tensor:
-    """Return ``x @ weight.T`` in float32 at least, also under `torch.autocast`."""
+def _wide_product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` in float32 at least, also under `torch.autocast`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     with nullcontext() if product_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(wide), weight.to(wide))
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 class _AddGradient(torch.autograd.Function):

@@ -49,7 +49,7 @@ _YARN = dict(
 )  # fmt: skip
 _LATENT: dict[str, Any] = dict(
     **_LLAMA, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
-    n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=10, routed_scaling_factor=2.5, n_group=3,
+    n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, routed_scaling_factor=2.5, n_group=3,
     topk_group=2, first_k_dense_replace=1, experts_implementation="eager",
 )  # fmt: skip
 CONFIGS: dict[str, transformers.PreTrainedConfig] = {
@@ -104,6 +104,25 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
             full_attention=dict(rope_type="linear", factor=4.0, rope_theta=500.0),
             sliding_attention=dict(rope_type="default", rope_theta=70.0),
         ),
+    ),
+    "gpt-oss": transformers.GptOssConfig(
+        **_LLAMA,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=3,
+        swiglu_limit=0.3,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=100.0,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=8.0,
+            beta_slow=1.0,
+            truncate=False,
+        ),
+        experts_implementation="eager",
     ),
     "vit": transformers.ViTConfig(**_VIT),
 }
@@ -177,7 +196,7 @@ def _zero_centered_norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = F.linear(x.reshape(-1, x.shape[-1]), module.weight)
+    logits = F.linear(x.reshape(-1, x.shape[-1]), module.weight, getattr(module, "bias", None))
     weights, experts = logits.softmax(-1).topk(module.top_k, -1)
     if getattr(module, "norm_topk_prob", True):  # Mixtral has no choice
         weights = weights / weights.sum(-1, keepdim=True)
@@ -203,7 +222,7 @@ class _Rotary64(nn.Module):
             self.rates = llama3_rates(rates, RotaryScaling(**rope))
         elif kind == "yarn":
             self.rates, _ = yarn_rates(base, dim, RotaryScaling(**rope))
-        self.is_complex = config.model_type == "deepseek_v2"
+        self.is_complex, self.is_half = config.model_type == "deepseek_v2", config.model_type == "gpt_oss"
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if layer_type is not None:
@@ -212,7 +231,8 @@ class _Rotary64(nn.Module):
         if self.is_complex:
             angles = position_ids[..., None].double() * self.rates
             return torch.polar(torch.full_like(angles, self.amplitude), angles)
-        angles = position_ids[..., None].double() * torch.cat((self.rates, self.rates))
+        rates = self.rates if self.is_half else torch.cat((self.rates, self.rates))
+        angles = position_ids[..., None].double() * rates
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
 
@@ -260,13 +280,14 @@ def by_our_names(theirs: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     found = {}
     for new, old in _OLD_NAMES:
         theirs = {name.replace(new, old) if name.startswith("vit.") else name: each for name, each in theirs.items()}
-    theirs = _of_single_experts(theirs, is_mixtral=folder.name == "mixtral")
+    if folder.name != "gpt-oss":
+        theirs = _of_single_experts(theirs, is_mixtral=folder.name == "mixtral")
     for tensor, _ in read_folder(folder).placed:
         if tensor.name.endswith("e_score_correction_bias") and tensor.name not in theirs:
             continue  # a buffer has no gradient
-        value = theirs[tensor.name].reshape(tensor.rows)
-        value = value.T if tensor.transposed else value
+        array = theirs[tensor.name].reshape(tensor.rows)
         for part, first in tensor.located():
+            value = tensor.of_part(array, part)
             if tensor.index is None:
                 found[part.name] = value[first : first + part.shape[0]].clone()
             else:

@@ -80,11 +80,18 @@ WRONG: dict[str, tuple[Damage, str]] = {
         _tensors(lambda t: t.update({WPE: t[WPE].to(torch.int8)})),
         r"wpe.weight has dtype int8: weights are float64",
     ),
-    "another model": (_config(model_type="mamba"), r"model_type = 'mamba': colossus reads .*gpt2, llama, .*vit"),
+    "another model": (
+        _config(model_type="mamba"),
+        r"model_type = 'mamba': colossus reads .*gpt2, gpt_oss, .*vit",
+    ),
     "no model": (_config(model_type=None), r"model_type = None"),
     "quantised": (
         _config(quantization_config={"bits": 4}),
         r"quantization_config: colossus reads no quantised weights",
+    ),
+    "MXFP4": (
+        _config(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+        r"experts in MXFP4: let transformers write them in bfloat16 first",
     ),
     "code of its own": (_config(auto_map={"AutoModel": "x.Y"}), r"auto_map: colossus reads no code of the model's own"),
     "an activation": (

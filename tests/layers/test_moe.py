@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.config.schema import Parallel
+from colossus.construct.initial_values import Normal
 from colossus.context.grid import ONE_RANK, build_grid
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layers import moe, router
 from colossus.layers.expert_rows import bytes_sent
 from colossus.layers.grouped_matmul import grouped_product
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
@@ -45,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "losses": dict(aux_loss=0.3, z_loss=0.02),
     "sigmoid, losses": dict(router=dict(score="sigmoid"), aux_loss=0.3, z_loss=0.02),
     "uneven ffn": dict(ffn_size=35),
+    "biases, clamped gate": dict(bias=True, limit=0.5, alpha=1.3),
+    "biases, uneven ffn": dict(bias=True, ffn_size=35, aux_loss=0.3, z_loss=0.02),
 }
 
 
@@ -54,6 +59,20 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return down @ (F.silu(gate @ x) * (up @ x))
+
+
+def expert_of(x: Tensor, state: Mapping[str, Tensor], number: int, options: Mapping[str, Any]) -> Tensor:
+    """One expert of one token, as gpt-oss writes it where it has a limit."""
+    gate, up, down = (state[f"experts.{name}"][number] for name in ("gate", "up", "down"))
+    if not options.get("bias"):
+        return swiglu(x, gate, up, down)
+    gate_bias, up_bias, down_bias = (state[f"experts.{name}_bias"][number] for name in ("gate", "up", "down"))
+    gate, up = gate @ x + gate_bias, up @ x + up_bias
+    if "limit" not in options:
+        return down @ (F.silu(gate) * up) + down_bias
+    limit = options["limit"]
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return down @ ((up + 1) * (gate * torch.sigmoid(gate * options["alpha"]))) + down_bias
 
 
 def allowed(scores: list[float], score: str, groups: int = 1, top_groups: int = 1, **_: Any) -> list[int]:
@@ -69,7 +88,7 @@ def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[T
     """Output [tokens, hidden] and the sum of the auxiliary losses, for x [tokens, hidden], token by token."""
     router = {"score": "softmax", "norm_topk": True, **options.get("router", {})}
     outputs, losses = [], []
-    logits = x @ state["router.weight"].t()
+    logits = x @ state["router.weight"].t() + state.get("router.logit_bias", torch.zeros(EXPERTS))
     scores = logits.softmax(-1) if router["score"] == "softmax" else logits.sigmoid()
     biased = (scores + state.get("router.bias", torch.zeros(EXPERTS))).tolist()
     chosen = [sorted(allowed(row, **router), key=row.__getitem__, reverse=True)[:TOP_K] for row in biased]
@@ -77,8 +96,7 @@ def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[T
         weights = row[experts] / row[experts].sum() if router["norm_topk"] else row[experts]
         weights = weights * router.get("scale", 1.0)
         y = sum(
-            weight * swiglu(token, *(state[f"experts.{name}"][expert] for name in ("gate", "up", "down")))
-            for weight, expert in zip(weights, experts, strict=True)
+            weight * expert_of(token, state, expert, options) for weight, expert in zip(weights, experts, strict=True)
         )
         if "shared" in options:
             y = y + swiglu(token, *(state[f"shared.{name}.weight"] for name in ("up.gate", "up.value", "down")))
@@ -92,10 +110,16 @@ def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[T
     return torch.stack(outputs), sum(losses)
 
 
+def make_moe(sizes: Mapping[str, Any]) -> layers.MoE:
+    """A layer whose biases are not zero."""
+    with patch.object(moe, "Constant", lambda _: Normal(0.3)), patch.object(router, "Constant", lambda _: Normal(0.3)):
+        return layers.MoE(HIDDEN, **sizes)
+
+
 def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy: Tensor) -> tuple[Any, ...]:
     """Of a rank of a layer between blocks: its samples, output, gradient of the input; weights, and all gradients."""
     sizes = {"ffn_size": FFN, "num_experts": EXPERTS, "top_k": TOP_K, **options}
-    model = colossus.build(lambda: layers.MoE(HIDDEN, **sizes), context, dtype=torch.float64)
+    model = colossus.build(partial(make_moe, sizes), context, dtype=torch.float64)
     if model.router.bias is not None:
         model.router.bias.copy_(numbers(EXPERTS, seed=2))
     held = own(context, x).clone().requires_grad_()

@@ -35,7 +35,7 @@ _PRODUCTS: dict[Callable[..., Any], Sequence[str]] = {
         kind.forward: _LINEAR
         for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
     },
-    Experts.forward: ("gate", "up", "down"),
+    Experts.forward: ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
     RoutedExperts.forward: ("gate_up_proj", "down_proj"),
 }
 
