@@ -300,15 +300,8 @@ STRATEGY_OPTIONS = Registry(
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "zero_centered_rmsnorm": "ZeroCenteredRMSNorm"}
 NORMS = Registry("norm", {name: f"colossus.layers.norm:{kind}" for name, kind in _NORMS.items()})
-MLPS = Registry(
-    "MLP",
-    {
-        "gelu": "colossus.layers.block:MLP",
-        "gelu_tanh": "colossus.layers.block:TanhMLP",
-        "swiglu": "colossus.layers.block:GatedMLP",
-        "geglu_tanh": "colossus.layers.block:TanhGatedMLP",
-    },
-)
+_MLPS = {"gelu": "MLP", "gelu_tanh": "TanhMLP", "swiglu": "GatedMLP", "geglu_tanh": "TanhGatedMLP"}
+MLPS = Registry("MLP", {name: f"colossus.layers.block:{kind}" for name, kind in _MLPS.items()})
 #: hooks of `colossus.monitor.hooks`, each with its file there; `colossus.monitor.hooks.options` has their options
 _MONITOR_HOOKS = {
     "BestCheckpoint": "best_checkpoint", "Callback": "callback", "CSV": "csv_file", "EMA": "averages",
