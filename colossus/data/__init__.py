@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colossus.data.documents.chat import Chat
     from colossus.data.documents.columns import HuggingFaceDataset, Parquet
     from colossus.data.documents.encoder import Text
     from colossus.data.documents.jsonl import Jsonl
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchedDataset",
+    "Chat",
     "Digits",
     "HuggingFaceDataset",
     "Jsonl",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "BatchedDataset": "tokens",
+        "Chat": "documents.chat",
         "Digits": "images",
         "HuggingFaceDataset": "documents.columns",
         "Jsonl": "documents.jsonl",

@@ -181,7 +181,7 @@ def test_bad_rows_are_told_by_file_and_line_and_left_out_only_if_asked(tmp_path:
     assert (words(documents), documents.skipped) == ([row["text"] for row in rows], {kind: 2})
     assert documents.place(3).endswith("x.jsonl, line 5")
     assert len(make_documents(Text(source, skip=True))) == 6
-    with pytest.raises(ValueError, match="skip has 'rest'; kinds are broken, missing, empty, chat"):
+    with pytest.raises(ValueError, match="skip has 'rest'; kinds are broken, missing, empty, chat, spans"):
         Text(source, skip=["rest"])
 
 

@@ -5,6 +5,7 @@ from colossus.registry import Registry
 DOCUMENTS = Registry(
     "source of documents",
     {
+        "Chat": "colossus.data.documents.chat:Chat",
         "HuggingFaceDataset": "colossus.data.documents.columns:HuggingFaceDataset",
         "Jsonl": "colossus.data.documents.jsonl:Jsonl",
         "MegatronDocuments": "colossus.data.documents.token_documents:MegatronDocuments",

@@ -54,6 +54,7 @@ class BadRow(ValueError):
         "missing": "it lacks a key",
         "empty": "it has no tokens",
         "chat": "its messages are no chat, or the template refuses them",
+        "spans": "the template does not tell which part of it the assistant wrote",
     }
 
     def __init__(self, kind: str, reason: str) -> None:
