@@ -71,7 +71,8 @@ And one?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
     "Mistral": Written(
         """\
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}\
-{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{{ bos_token }}{% for message in turns %}\
+{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{{ bos_token }}\
+{% for message in turns %}\
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
 {% if message['role'] == 'user' %}{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}\
 {% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}""",
