@@ -120,6 +120,8 @@ class TensorSection(SizedSection):
     gathered: Literal["again", "keep"] = "again"
     #: a gathered weight is kept for one "matmul", for a "microbatch", or for a "step" with all its microbatches
     weights: Literal["matmul", "microbatch", "step"] = "matmul"
+    #: panels of rows in which a product gathers its input and reduces its result, while others are multiplied; for GPUs
+    panels: Count = 1
 
     @model_validator(mode="before")
     @classmethod

@@ -155,6 +155,7 @@ class LayerOptions:
         sequence_sharded: 1D shards activations between blocks by tokens.
         keep_gathered: backward reuses inputs that forward gathered, instead of gathering them again.
         weight_scope: the lifetime of a gathered weight: ``matmul``, ``microbatch`` or ``step``.
+        panels: the most panels of rows in which a product moves its operands, see `colossus.tensor_parallel.panels`.
     """
 
     tensor_mode: str = "1d"
@@ -163,6 +164,7 @@ class LayerOptions:
     sequence_sharded: bool = False
     keep_gathered: bool = False
     weight_scope: str = "matmul"
+    panels: int = 1
 
     @classmethod
     def from_config(cls, parallel: Any) -> LayerOptions:
@@ -175,4 +177,5 @@ class LayerOptions:
             sequence_sharded=tensor.sequence_sharded,
             keep_gathered=tensor.gathered == "keep",
             weight_scope=tensor.weights,
+            panels=tensor.panels,
         )

@@ -31,7 +31,8 @@ from colossus.layout.moves import moves
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.move_plan import MovePlan, groups_of, note_weight, run
+from colossus.tensor_parallel.move_plan import MovePlan, groups_of, moved_shape, note_weight, run
+from colossus.tensor_parallel.panels import Panels
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class MatmulPlans:
         weights: gathers the weight and reduces its gradient.
         keep: backward uses the x that forward gathered; else it gathers x again.
         adds_bias: this rank adds the bias: among ranks whose products are summed, the first does.
+        panels: the most panels of rows, see `colossus.tensor_parallel.panels`.
     """
 
     x: MovePlan
@@ -53,6 +55,7 @@ class MatmulPlans:
     weights: GatheredWeights
     keep: bool
     adds_bias: bool
+    panels: int
 
 
 def matmul_plans(
@@ -82,6 +85,7 @@ def matmul_plans(
         weights=weights,
         keep=context.options.keep_gathered,
         adds_bias=all(context.coordinates[axis] == 0 for axis in sharding.y.partial),
+        panels=context.options.panels,
     )
 
 
@@ -137,8 +141,10 @@ class _Matmul(torch.autograd.Function):
 
         def compute() -> Tensor:
             w = plans.weights.gather(weight, plans.w, dtype) if w_gathered is None else Ready(w_gathered)
-            x_gathered = run(gather, x).wait()
             local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
+            if (panels := Panels.of(plans.panels, x, gather, plans.y.forward)) is not None:
+                return not_a_view(panels.multiply(x, w, local_bias).wait())
+            x_gathered = run(gather, x).wait()
             y = product(x_gathered, w.wait(), local_bias)
             return not_a_view(run(plans.y.forward, y, owned=True).wait())
 
@@ -155,13 +161,22 @@ class _Matmul(torch.autograd.Function):
             note_weight(plans.groups, weight)
             needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
             is_deferred = needs_w and weights.deferral.takes(weight)
-            dy_gathered = run(plans.y.backward, dy)
+            wgrad_first = _reduces_more_of_weight(plans, weight, dy)
+            # of dgrad, and where wgrad comes first it waits for all of dy anyway
+            panels = Panels.of(plans.panels, dy, plans.y.backward, plans.x.backward) if needs_x else None
+            panels = panels if panels is not None and panels.before and not wgrad_first else None
+            dy_gathered = run(plans.y.backward, dy) if panels is None else None
             w_gathered = Ready(w) if weights.keeps or not needs_x else weights.gather(weight, plans.w, dy.dtype)
             x_gathered = _gathered_input(plans, x) if needs_w and not is_deferred else None
-            dy = dy_gathered.wait()
             dx = dw = None
-            for wants_wgrad in (True, False) if _reduces_more_of_weight(plans, weight, dy) else (False, True):
-                if needs_x and not wants_wgrad:
+            if dy_gathered is not None:
+                dy = dy_gathered.wait()
+            elif panels is not None:
+                moved: list[Tensor] = []
+                dx = panels.multiply(dy, w_gathered.then(Tensor.t), moved=moved)
+                dy = panels.join(moved, panels.moved_blocks)
+            for wants_wgrad in (True, False) if wgrad_first else (False, True):
+                if needs_x and dx is None and not wants_wgrad:
                     dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
                 if is_deferred and wants_wgrad:
                     weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
@@ -172,8 +187,13 @@ class _Matmul(torch.autograd.Function):
 
 
 def _reduces_more_of_weight(plans: MatmulPlans, weight: Tensor, dy: Tensor) -> bool:
-    """Return whether dw [o, i] is reduced, and is larger than dx [.., i], so that its reduction runs beside dgrad."""
-    rows, outputs = dy.numel() // dy.shape[-1], dy.shape[-1]
+    """Return whether dw [o, i] is reduced, and is larger than dx [.., i], so that its reduction runs beside dgrad.
+
+    Args:
+        dy: [.., n_y], before its moves.
+    """
+    moved = moved_shape(dy.shape, plans.y.backward)
+    rows, outputs = moved[:-1].numel(), moved[-1]
     return bool(plans.w.backward) and outputs * gradient_dtype(weight).itemsize > rows * dy.itemsize
 
 

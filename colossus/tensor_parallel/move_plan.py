@@ -127,6 +127,18 @@ def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Pr
     return total if precision.reduce_dtype(dtype) == dtype else total.then(lambda shard: shard.to(dtype))
 
 
+def moved_shape(shape: torch.Size, moves: Sequence[BoundMove]) -> torch.Size:
+    """Return the shape of a tensor of this shape after its moves."""
+    sizes = list(shape)
+    for move in moves:
+        if isinstance(move, BoundCollective):
+            if move.operation in ("gather", "pad", "all_to_all"):
+                sizes[move.dim] *= move.group.size
+            if move.operation in ("reduce_scatter", "slice", "all_to_all"):
+                sizes[move.to_dim if move.operation == "all_to_all" else move.dim] //= move.group.size
+    return torch.Size(sizes)
+
+
 def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:
     """Run the moves; the last one is only started. ``owned``: ``x`` may be overwritten."""
     if not moves:

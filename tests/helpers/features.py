@@ -67,7 +67,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "weights": {
         "matmul": {},
         "keep": dict(parallel=dict(tensor=dict(weights="microbatch", gathered="keep"))),
-        "step": dict(parallel=dict(tensor=dict(weights="step"))),
+        "step": dict(parallel=dict(tensor=dict(weights="step", panels=2))),
     },
     "recompute": {
         "none": {},

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm.accounting import Counter, count
 from colossus.comm.conjugate import start
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
@@ -324,6 +325,27 @@ def test_policies_of_what_was_gathered(mode: str) -> None:
 
     for found in MODES[mode].run(body, timeout=120):
         assert not found, "\n".join(found[:20])
+
+
+@pytest.mark.parametrize("mode", ["1d_sequence", "3d", *long("1d", "2d_2x3", "2.5d_depth2", "3d_1x2x3", "data2_2d")])
+def test_products_in_panels(mode: str) -> None:
+    """The same values and bytes in more calls."""
+    prepare(SOME, [torch.float64])
+
+    def body(context: ParallelContext) -> tuple[list[str], list[Counter]]:
+        wrong, moved = [], []
+        for panels in (1, 2, 3):
+            options = with_options(context, panels=panels)
+            with options, count() as counter:
+                wrong += [f"{panels} panels: {words}" for words in compare_all(options, SOME, [torch.float64])]
+            moved.append(counter)
+        return wrong, moved
+
+    for wrong, (whole, *in_panels) in MODES[mode].run(body, timeout=120):
+        assert not wrong, "\n".join(wrong[:20])
+        for moved in in_panels:
+            assert moved.bytes() == whole.bytes()
+        assert in_panels[-1].calls() > whole.calls()
 
 
 # -- drawn shapes ---------------------------------------------------------------------------------------------
