@@ -56,8 +56,7 @@ class Panels:
         """
         if most < 2 or x.ndim < 2 or not (before or after) or torch.compiler.is_compiling():
             return None
-        collectives = [move for move in (*before, *after) if isinstance(move, BoundCollective)]
-        if len(collectives) < len(before) + len(after) or any(move.operation not in _OF_PANELS for move in collectives):
+        if not all(isinstance(move, BoundCollective) and move.operation in _OF_PANELS for move in (*before, *after)):
             return None
         gathered, scattered = (_factors(moves, x.ndim) for moves in (before, after))
         # a dim that moves comes last: its panels are no neighbours afterwards
@@ -134,10 +133,11 @@ class Panels:
             torch.baddbmm(bias, left, right, out=matrices)
 
 
-def _factors(moves: Sequence[BoundCollective], ndim: int) -> dict[int, int]:
+def _factors(moves: Sequence[BoundMove], ndim: int) -> dict[int, int]:
     """Return for each dim of rows the ranks over which it is gathered or scattered."""
     factors: dict[int, int] = {}
     for move in moves:
+        assert isinstance(move, BoundCollective)
         if 0 <= move.dim < ndim - 1 and move.operation in ("gather", "reduce_scatter"):
             factors[move.dim] = factors.get(move.dim, 1) * move.group.size
     return factors
