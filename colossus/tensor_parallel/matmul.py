@@ -55,7 +55,7 @@ class MatmulPlans:
     weights: GatheredWeights
     keep: bool
     adds_bias: bool
-    panels: int
+    panels: int = 1
 
 
 def matmul_plans(
