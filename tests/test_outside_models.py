@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from helpers.outside_models import OUTSIDE, oracle_of
@@ -23,14 +25,14 @@ SOME = {
 ALL = ("data 2", "data 2 zero 3", "1d 2", "2d 4", "3d 8", "pipeline 2 1f1b")
 #: with these
 MORE = {
-    "data 2 expert 2": ("Mixtral", "Qwen3-MoE"),
+    "data 2 expert 2": ("Mixtral", "Qwen3-MoE", "gpt-oss"),
     "1d 4": ("GPT-2", "Llama", "Llama, padded", "Qwen3-MoE", "T5", "ViT", "x-transformers decoder"),
     "2.5d 8": ("GPT-2", "Llama", "Llama, padded", "Qwen3-MoE", "T5", "ViT", "x-transformers decoder"),
 }
 
 
 #: under the sequence axis: what is refused, and the beginning of why
-_IMAGES, _CONVOLUTIONS, _EXPERTS = "a sequence of 3 tokens does not split", "conv", "index_add_ is not known"
+_IMAGES, _CONVOLUTIONS = "a sequence of 3 tokens does not split", "conv"
 REFUSED_SEQUENCES = {
     **dict.fromkeys(
         (
@@ -44,9 +46,6 @@ REFUSED_SEQUENCES = {
     **dict.fromkeys(
         ("Mamba", "Mamba 2", "Jamba", "Whisper", "wav2vec2", "WavLM", "HuBERT", "AST", "own MinimalMamba"),
         _CONVOLUTIONS,
-    ),
-    **dict.fromkeys(
-        ("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE", "gpt-oss", "GLM-4-MoE", "ERNIE-4.5-MoE", "Granite-MoE"), _EXPERTS
     ),
     **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3"), "copy_ writes a split tensor into a plain one"),
     **dict.fromkeys(("PatchTST, batchnorm", "PatchTST, layernorm", "PatchTSMixer"), "unfold is not known"),
@@ -64,6 +63,9 @@ _DECODERS_AND_ENCODERS = [
     *("Llama", "Llama, padded", "GPT-2", "GPT-2, padded", "Falcon", "BLOOM, padded", "BERT", "BERT, padded", "T5"),
     *("T5, padded", "Qwen3", "OPT, padded", "x-transformers decoder", "own TorchTransformer"),
 ]
+
+#: the models of the table on the page on sequence parallelism
+NAMED = ("Llama", "Qwen3", "Mistral", "Gemma 3", "gpt-oss", "GPT-2", "GPT-NeoX", "OLMo 2", "ViT", "BERT")
 
 oracle = cache(oracle_of)
 
@@ -110,6 +112,19 @@ def test_some_models_under_the_sequence_axis() -> None:
 @pytest.mark.parametrize("plan", ["sequence 2", "sequence 4 ulysses", "sequence 2 x 1d 2"])
 def test_all_models_under_the_sequence_axis(plan: str) -> None:
     require_sequences(list(OUTSIDE) if plan == "sequence 2" else _DECODERS_AND_ENCODERS, plan)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", ["sequence 2", "sequence 4", "sequence 2 ulysses", "sequence 4 ulysses"])
+def test_named_models_under_the_sequence_axis(plan: str) -> None:
+    require_sequences(NAMED, plan)
+
+
+def test_the_page_has_the_named_models() -> None:
+    page = Path("docs/sequence-parallelism.md").read_text()
+    cells = dict(re.findall(r"^\| ([^|]+?) \| (equal|refused)", page, flags=re.MULTILINE))
+    assert cells == {name: "refused" if name in REFUSED_SEQUENCES else "equal" for name in NAMED}
 
 
 @pytest.mark.long

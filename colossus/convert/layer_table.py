@@ -89,7 +89,7 @@ ROWS = (
     Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM, omitted=_OMITTED),
     Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM, omitted=_OMITTED),
     Row(Dropout, nn.Dropout, ("p",)),
-    Row(RoutedExperts, None, ("hidden_size", "ffn_size", "num_experts")),
+    Row(RoutedExperts, None, ("hidden_size", "ffn_size", "num_experts", "transposed"), {"bias": "down_proj_bias"}),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
     Row(Experts, None, ("hidden_size", "ffn_size", "num_experts", "limit", "alpha"), {"bias": "gate_bias"}),
     Row(Router, None, ("hidden_size", "num_experts", "top_k", *_ROUTER), {"logit_bias": "logit_bias"}),

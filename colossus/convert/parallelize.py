@@ -157,7 +157,7 @@ def _converted(
     pairs, note = Pairs(), ""
     if context.size("tensor") > 1:
         pairs, note = _search_pairs(make_trial, examples, ruled)
-    over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
+    over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes or context.size("sequence") > 1 else {}
     used_past = {name: TORCH for name in pairs.used_past if ruled.get(name) not in (COLUMN, ROW)}
     kinds = {**over_ranks, **pairs.splits, **ruled, **used_past}
     swapper = Swapper(model, kinds, pairs.reasons)

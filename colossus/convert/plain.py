@@ -203,7 +203,7 @@ class _Copy:
 
     def _copied(self, module: nn.Module) -> nn.Module:
         own = [leaf for leaf, value in module._parameters.items() if value is not None and made_by_layer(value)]
-        if isinstance(module, Layer) and own:
+        if isinstance(module, Layer) and own and not module.takes_plain_parameters:
             raise ValueError(
                 f"{self._names.get(id(module)) or 'the model'} ({type(module).__name__}) makes {', '.join(own)} "
                 f"itself, and has no row in convert/layer_table.py: put its parameters into a plain module of torch"

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossus.error_place import located_error
-from colossus.layers.attention import Attention
 from colossus.layers.block_options import RotaryScaling
-from colossus.layers.dropout import Dropout
+from colossus.layers.head_attention import HeadAttention
 from colossus.layers.kv_cache import KeyValueCache
-from colossus.layers.layer import Layer, call
+from colossus.layers.layer import call
 from colossus.layers.linear import Linear
 from colossus.layers.norm import RMSNorm
 from colossus.layers.rotary import Rotary, rotate
@@ -26,7 +25,6 @@ from colossus.sequence_parallel.mask import CAUSAL, Mask
 from colossus.sharded_tensor.placement import placement_of
 from colossus.sharded_tensor.regions import move, require_sequences, unwrap
 from colossus.sharded_tensor.tensor import plain, wrap
-from colossus.tensor_parallel.attention_heads import indivisible_heads
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -34,7 +32,7 @@ from colossus.tensor_parallel.mode import MatmulSharding
 _SIZES = {"query": "q_rank", "latent": "kv_rank", "rotary": "rope_dim"}
 
 
-class LatentAttention(Attention):
+class LatentAttention(HeadAttention):
     """Self-attention of DeepSeek-V2 (2405.04434) and V3: keys and values are products of one latent vector a token.
 
         latent, rotary      = down(x)                       [kv_rank], and [rope_dim], one rotary key for all heads
@@ -89,24 +87,20 @@ class LatentAttention(Attention):
         bias_init: Initializer | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        Layer.__init__(self)  # the base makes other products
         sizes = tuple(map(operator.index, (hidden_size, num_heads, kv_rank, nope_dim, rope_dim, value_dim)))
-        hidden_size, num_heads, self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim = sizes
-        shardings = self.parallel.shardings
-        for size in indivisible_heads(num_heads, num_heads, shardings) if shardings is not None else ():
-            raise located_error(f"LatentAttention: {size}; a head cannot be split")
-        if self.value_dim > (head_dim := self.nope_dim + self.rope_dim):
+        hidden_size, num_heads, kv_rank, nope_dim, rope_dim, value_dim = sizes
+        if value_dim > (head_dim := nope_dim + rope_dim):
             raise located_error(
                 f"LatentAttention: value_dim = {value_dim} is above nope_dim + rope_dim = {head_dim}, the features of "
                 f"a key: torch's kernels take values that are no longer than keys"
             )
-        self.num_heads = self.num_kv_heads = num_heads
-        self.head_dim, self.mask = head_dim, mask
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)
         if scale is None and rotary_scaling is not None:
             scale = head_dim**-0.5 * rotary_scaling.score_factor
-        self._make_scores(scale, soft_cap, sinks, dtype)
+        scores: dict[str, Any] = dict(mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
+        super().__init__(num_heads, num_heads, head_dim, **scores, dtype=dtype)
+        self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_rank, nope_dim, rope_dim, value_dim
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         low = {} if q_rank is None else {"query": operator.index(q_rank)}
         self.down = Down(hidden_size, {**low, "latent": kv_rank, "rotary": rope_dim}, bias, **inits)
@@ -118,7 +112,6 @@ class LatentAttention(Attention):
             num_heads * value_dim, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init
         )
         self.rotary = Rotary(rope_dim, rotary_base, rotary_scaling)
-        self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         require_sequences(x)

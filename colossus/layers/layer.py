@@ -34,9 +34,11 @@ class Layer(NamedModule):
 
     Attributes:
         is_fused: the layer returns several outputs, as a tuple.
+        takes_plain_parameters: its own parameters may be plain ones, as in a copy of the model for one process.
     """
 
     is_fused: bool = False
+    takes_plain_parameters: bool = False
 
     def __init__(self) -> None:
         super().__init__()

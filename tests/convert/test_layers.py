@@ -40,7 +40,7 @@ class Everything(nn.Module):
         self.block = layers.TransformerBlock(WIDTH, 4, 2, 24, rotary=True, mlp="swiglu", norm="rmsnorm", dropout=0.1)
         self.across = layers.TransformerBlock(WIDTH, 4, mask=layers.Mask.full(), bias=False, mlp="gelu_tanh")
         self.across.mlp = Squeezed()
-        self.attention = layers.Attention(WIDTH, 2, rotary=True, rotary_scaling=dict(factor=2.0))
+        self.attention = layers.Attention(WIDTH, 2, rotary=True, rotary_scaling=dict(factor=2.0), sinks=True)
         self.latent = layers.LatentAttention(WIDTH, 2, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6)
         self.norm = layers.LayerNorm((TOKENS, WIDTH), elementwise_affine=False)
         self.rms = layers.RMSNorm(WIDTH, elementwise_affine=False)

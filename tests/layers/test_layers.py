@@ -21,7 +21,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import attention
+from colossus.layers import head_attention
 from colossus.layers.linear import share_input
 from colossus.sequence_parallel import tiles
 from colossus.sequence_parallel.mask import CAUSAL, FULL
@@ -267,14 +267,14 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_documents_need_no_mask_of_all_tokens(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same attention with that mask; values and every gradient."""
-    for module in (attention, tiles):
+    for module in (head_attention, tiles):
         monkeypatch.setattr(module, "TILE", 3)
     torch.manual_seed(0)
     layer = layers.Attention(12, 3, mask=CAUSAL if causal else FULL).double()
     x = torch.randn(2, 10, 12, dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 2], [3, 3, 3, 3, 3, 3, 3, -1, -1, -1]])
     same = (documents[:, :, None] == documents[:, None, :])[:, None]
-    with patch.object(attention, "attend", wraps=attention.attend) as in_tiles:
+    with patch.object(head_attention, "attend", wraps=head_attention.attend) as in_tiles:
         tiled, whole = layer(x, documents=documents), layer(x, mask=same)
     assert in_tiles.call_count == 1
     torch.testing.assert_close(tiled, whole, rtol=0, atol=1e-14)

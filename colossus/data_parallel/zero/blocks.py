@@ -36,7 +36,7 @@ _PRODUCTS: dict[Callable[..., Any], Sequence[str]] = {
         for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
     },
     Experts.forward: ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
-    RoutedExperts.forward: ("gate_up_proj", "down_proj"),
+    RoutedExperts.forward: ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
 }
 
 

@@ -46,6 +46,8 @@ PLANS = {
     "pipeline 2 1f1b": _plan(2, pipeline=2, schedule="1f1b"),
     "pipeline 2 zb-h1": _plan(2, pipeline=2, schedule="zb-h1"),
     "sequence 2": _plan(2, sequence=2),
+    "sequence 4": _plan(4, sequence=4),
+    "sequence 2 ulysses": _plan(2, sequence=dict(size=2, mode="ulysses")),
     "sequence 4 ulysses": _plan(4, sequence=dict(size=4, mode="ulysses")),
     "sequence 2 x 1d 2": _plan(4, sequence=2, tensor=_tensor("1d", 2)),
     "2d 4": _plan(4, tensor=_tensor("2d", 4)),
