@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colossus.layers.block import TransformerBlock as TransformerBlock
     from colossus.layers.checkpointing import checkpoint as checkpoint
     from colossus.layers.checkpointing import recompute as recompute
+    from colossus.layers.distillation import distillation_loss as distillation_loss
     from colossus.layers.dropout import Dropout as Dropout
     from colossus.layers.embedding import Embedding as Embedding
     from colossus.layers.embedding import PositionEmbedding as PositionEmbedding
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from colossus.layers.patch import PatchEmbedding as PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock as PipelineBlock
     from colossus.layers.pipeline_block import run_blocks as run_blocks
+    from colossus.layers.preference import dpo_loss as dpo_loss
+    from colossus.layers.preference import group_advantages as group_advantages
+    from colossus.layers.preference import policy_loss as policy_loss
+    from colossus.layers.preference import token_log_probs as token_log_probs
     from colossus.layers.samples import gather_samples as gather_samples
     from colossus.layers.samples import mean_over_samples as mean_over_samples
     from colossus.sequence_parallel.mask import Mask as Mask
@@ -52,6 +57,7 @@ _MODULES = {
     "batch_norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"),
     "block": ("MLP", "GatedMLP", "TransformerBlock"),
     "checkpointing": ("checkpoint", "recompute"),
+    "distillation": ("distillation_loss",),
     "dropout": ("Dropout",),
     "embedding": ("Embedding", "PositionEmbedding"),
     "heads": ("merge_heads", "split_heads"),
@@ -65,6 +71,7 @@ _MODULES = {
     "norm": ("LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"),
     "patch": ("ClassToken", "PatchEmbedding"),
     "pipeline_block": ("PipelineBlock", "run_blocks"),
+    "preference": ("dpo_loss", "group_advantages", "policy_loss", "token_log_probs"),
     "samples": ("gather_samples", "mean_over_samples"),
     ".sequence_parallel.mask": ("Mask",),
     ".sharded_tensor.regions": ("local", "to_whole"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
@@ -38,7 +38,7 @@ class HeadProduct:
     """
 
     x: Tensor
-    weight: nn.Parameter
+    weight: Tensor
     bias: Tensor | None
     plans: MatmulPlans
     layout: LogitsLayout
@@ -51,6 +51,11 @@ class HeadProduct:
                 f"the logits of a head are made in chunks of tokens, but its input has local shape "
                 f"{tuple(self.x.shape)}: pass [batch, tokens, features]"
             )
+
+    def gathered(self) -> HeadProduct:
+        """Return the product with the weight as it is multiplied by, and without gradients: of another model."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return replace(self, x=self.x.detach(), weight=self.gather_weight().detach())
 
     def gather_weight(self) -> Tensor:
         weight: Tensor = self.plans.weights.gather(self.weight, self.plans.w, self.x.dtype).wait()
@@ -83,15 +88,6 @@ class _Chunks:
         self, head: HeadProduct, function: TokenFunction, rows: Sequence[Tensor], other: HeadProduct | Tensor | None
     ) -> None:
         self._head, self._function, self._rows, self._other = head, function, rows, other
-        self._weight: Tensor | None = None
-
-    def begin(self) -> None:
-        """Gather the weight of the other model."""
-        if isinstance(self._other, HeadProduct):
-            self._weight = self._other.gather_weight()
-
-    def end(self) -> None:
-        self._weight = None
 
     def values(self, chunk: slice, product: Tensor) -> Tensor:
         """Return the values of the chunk's tokens from the product of the head."""
@@ -109,8 +105,7 @@ class _Chunks:
         with torch.no_grad():
             if isinstance(self._other, Tensor):
                 return [self._other[:, chunk]]
-            assert self._weight is not None
-            return [self._other.logits(self._other.product(chunk, self._weight))]
+            return [self._other.logits(self._other.product(chunk, self._other.weight))]
 
 
 class _InChunks(torch.autograd.Function):
@@ -138,10 +133,8 @@ class _InChunks(torch.autograd.Function):
         gathered = head.gather_weight()
         save_for_backward(ctx, x, gathered if weights.keeps else None)
         ctx.head, ctx.of_chunk = head, of_chunk
-        of_chunk.begin()
         with torch.autocast(x.device.type, enabled=False):
             values = [of_chunk.values(chunk, head.product(chunk, gathered)) for chunk in head.chunks()]
-        of_chunk.end()
         return torch.cat(values, 1)
 
     @staticmethod
@@ -155,7 +148,6 @@ class _InChunks(torch.autograd.Function):
             note_weight(plans.groups, weight)
             needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
             w = head.gather_weight() if gathered is None else gathered
-            of_chunk.begin()
             dx = torch.empty_like(x) if needs_x else None
             dw: Tensor | None = None
             db: Tensor | None = None
@@ -172,7 +164,6 @@ class _InChunks(torch.autograd.Function):
                     dw = _sum(dw, wgrad_product(dy, x[:, chunk]), gradient_dtype(weight))
                 if needs_b and head.bias is not None:
                     db = _sum(db, bias_gradient(dy), head.bias.dtype)
-            of_chunk.end()
             pending = None if dw is None else plans.weights.reduce(weight, dw, plans.w)
         return dx, pending.wait() if pending else None, db, None, None
 
@@ -190,7 +181,7 @@ def values_in_chunks(
         function: see `colossus.layers.token_values.TokenFunction`.
         head: the product.
         tokens: numbers of each token, [batch, tokens], in the whole layout.
-        other: the head of another model for the same tokens, or its local logits.
+        other: the head of another model for the same tokens, `HeadProduct.gathered`, or its local logits.
     """
     if isinstance(other, HeadProduct):
         require_same_vocabulary(head.layout, other.layout)

@@ -81,9 +81,11 @@ class LMHead(MatmulLayer):
         tied = None if tied_to is None else tied_to.weight
         self.make_weights(hidden_size, {"": vocab_size}, bias, self.bias_layout, tied=tied, **inits)
 
-    def forward(self, input: Tensor | InChunks) -> Tensor:
+    def forward(self, input: Tensor | InChunks | ChunkedLogits) -> Any:
         if isinstance(input, InChunks):  # here, since a strategy may gather weights around a forward
             return self._in_chunks(*input)
+        if isinstance(input, ChunkedLogits):
+            return self.product_of(*input.product).gathered()
         if self.sharding is None:
             return product(input, self.weight, self.bias)
         local, placement = unwrap(input, self.parallel)
@@ -103,7 +105,7 @@ class LMHead(MatmulLayer):
             if not isinstance(other.head, LMHead):
                 raise no_chunks(other.head)
             with torch.no_grad():
-                beside: Any = other.head.product_of(*other.product)
+                beside: Any = other.head(other)
         else:
             beside = None if other is None else split_logits(other)[0].detach()
         return values_in_chunks(function, self.product_of(*logits.product), tokens, beside)

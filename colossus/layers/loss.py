@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +55,22 @@ def cross_entropy(
         return label_losses(split, labels, ignore_index, label_smoothing, z_loss)
 
     values, valid = token_values(losses, input, labels), labels != ignore_index
-    if not weights:
+    return weighted_sum(values, valid, weights[0] if weights else None, over_tokens)
+
+
+def weighted_sum(
+    values: Tensor, valid: Tensor, weights: Tensor | None, over_tokens: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the values of valid tokens, and their number; with weights, of both multiplied by these.
+
+    Args:
+        values, valid, weights: of this rank's tokens, [..].
+        over_tokens: sums over the ranks that split tokens, see `colossus.layers.token_values.beside`.
+    """
+    values = values.masked_fill(~valid, 0.0)
+    if weights is None:
         return over_tokens(values.sum()), over_tokens(valid.sum())
-    weight = weights[0].to(values.dtype).masked_fill(~valid, 0.0)
+    weight = weights.to(values.dtype).masked_fill(~valid, 0.0)
     return over_tokens((values * weight).sum()), over_tokens(weight.sum(dtype=torch.float64))
 
 
