@@ -123,8 +123,12 @@ class Entry:
 
 
 def entries_of(model: nn.Module) -> dict[str, Entry]:
-    """Return the logical parameters and persistent buffers of this rank by first name; a tied one is there once."""
+    """Return the logical parameters and persistent buffers of this rank by first name; a tied one is there once.
+
+    Those of a frozen reference inside the model (`colossus.models.reference`) are not there.
+    """
     order = full_model_order(model)
+    frozen = tuple(f"{name}." for name, module in model.named_modules() if name and getattr(module, "is_reference", 0))
     entries: dict[tuple[int, str], Entry] = {}
     for number, logical in enumerate(logical_parameters(model, keep_ties=True)):
         entry = entries.setdefault((id(logical.parameter), logical.shard_name), Entry(logical, {}))
@@ -134,4 +138,5 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
         if name in persistent:
             entry = entries.setdefault((id(buffer), ""), Entry(buffer, {}))
             entry.names[name] = order.get(name, len(order)), 0
-    return {next(iter(entry.names)): entry for entry in entries.values()}
+    named = {next(iter(entry.names)): entry for entry in entries.values()}
+    return {name: entry for name, entry in named.items() if not name.startswith(frozen)} if frozen else named

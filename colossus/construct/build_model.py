@@ -85,6 +85,9 @@ def build(
     _name_parts(model)
     check_overlaps(model, trace)
     materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
+    materializer.references = tuple(
+        f"{name}." for name, module in model.named_modules() if name and getattr(module, "is_reference", False)
+    )
     if prepare is not None or materialize:
         replace_tensors(model, materializer.fix_seed)
     dropped = {} if prepare is None else _prepared(model, context, prepare)
@@ -215,7 +218,15 @@ class _Materializer:
         draw: bool,
     ) -> None:
         self.trace, self.context, self.dtype, self.wide_dtype, self.draw = trace, context, dtype, wide_dtype, draw
+        #: prefixes of models that begin with the values that they would have alone
+        self.references: tuple[str, ...] = ()
         self._wide: dict[int, nn.Parameter] = {}
+
+    def _key(self, *parts: str) -> int:
+        """Return the key of initial values with a name in the whole model, or in a reference."""
+        name = _join(*parts)
+        prefix = next((prefix for prefix in self.references if name.startswith(prefix)), "")
+        return self.context.rng.key("init", name.removeprefix(prefix))
 
     def keep_wide(self, model: nn.Module) -> None:
         """Record the parameters that are stored wide."""
@@ -224,9 +235,9 @@ class _Materializer:
     def fix_seed(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         """Give a recorded tensor the seed that it has in the whole model."""
         if tensor.is_meta and not made_by_layer(tensor):
-            self.trace.fix_seed(tensor, self.context.rng.key("init", _join(path, leaf)))
+            self.trace.fix_seed(tensor, self._key(path, leaf))
         for shard in traced_shards(tensor):
-            shard.init.fix_seed(self.context.rng.key("init", _join(path, shard.name, leaf)))
+            shard.init.fix_seed(self._key(path, shard.name, leaf))
         return tensor
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -255,7 +266,7 @@ class _Materializer:
             )
 
         def key_of(shard_name: str) -> int:
-            return self.context.rng.key("init", _join(path, shard_name, leaf))
+            return self._key(path, shard_name, leaf)
 
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         shape = (spec.shards[-1].rows[1], *tensor.shape[1:])  # `prepare` may have cut its rows

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from colossus.data.loader import Loader, Loaders
     from colossus.data.make_loaders import build_loaders
     from colossus.data.mix import Mix
+    from colossus.data.pairs import collate_pairs
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
@@ -44,6 +45,7 @@ __all__ = [
     "TokenWindows",
     "TooLittleData",
     "build_loaders",
+    "collate_pairs",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -72,5 +74,6 @@ __getattr__, __dir__ = lazy_names(
         "TokenWindows": "tokens",
         "TooLittleData": "tokens",
         "build_loaders": "make_loaders",
+        "collate_pairs": "pairs",
     },
 )

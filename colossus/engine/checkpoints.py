@@ -266,7 +266,8 @@ class Checkpoints(Saves):
                 reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
             )
 
-        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take, average)
+        self.weights_from = self.read_newest(lambda damaged: find_weights(path, damaged), take, average)
+        self._has_begun = True
         assert self.weights_match is not None
         if not self.weights_match.is_complete and self._run.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
@@ -277,8 +278,9 @@ class Checkpoints(Saves):
             self._state.restore(reader, self.on_progress)
             self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
 
-        restored = self._read_newest(find, take)
+        restored = self.read_newest(find, take)
         if restored is not None:
+            self._has_begun = True
             self.resumed_from = restored
             self.weights_from = self.weights_match = None
             has_root = self._dir is not None or self._run.folder is not None
@@ -289,8 +291,8 @@ class Checkpoints(Saves):
                 folder.resume_from(restored, self._config.keep_last)
         return restored
 
-    def _read_newest(
-        self, find: Find, take: Callable[[CheckpointReader], None], average: str | None = None
+    def read_newest(
+        self, find: Find, take: Callable[[CheckpointReader], object], average: str | None = None
     ) -> Path | None:
         """Read the checkpoint that rank 0 finds; if a checksum shows that it is damaged, the next one that it finds."""
         self._require_own_parameters()
@@ -314,5 +316,4 @@ class Checkpoints(Saves):
                 if is_first:
                     log.warning("%s", error)
             else:
-                self._has_begun = True
                 return path

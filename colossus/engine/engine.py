@@ -20,6 +20,7 @@ from colossus.engine.deterministic import add_switch
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.optimizer_step import OptimizerStep
+from colossus.engine.reference_weights import take_reference
 from colossus.engine.results import EvalResult, StepResult, addend, signal_of
 from colossus.engine.stages import ModelStages
 from colossus.error_place import add_place
@@ -79,7 +80,8 @@ class Engine:
         self._num_runs = 0
         self._sizes = run.config.train.batch_sizes
         self._parallel = model_parallel_of(run.context)
-        self.checkpoints = Checkpoints(State(run, self))
+        self._state = State(run, self)
+        self.checkpoints = Checkpoints(self._state)
         self._data_check = DataCheck(run)
         self._evaluation = Evaluation(
             run.model, stages.metrics.names, run.context, run.strategy, stages.buffers, self._forward
@@ -204,6 +206,7 @@ class Engine:
         if self._ended is not None:
             raise RuntimeError(self._ended)
         self.checkpoints.take_weights()
+        take_reference(self._state, self.checkpoints)
         self._num_runs += 1
 
     @contextmanager

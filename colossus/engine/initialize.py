@@ -33,6 +33,7 @@ from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory
 from colossus.engine.parameter_groups import ParameterGroups, make_groups, one_group
+from colossus.engine.reference_weights import take_reference
 from colossus.engine.routers import Routers, routers_of
 from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
@@ -80,6 +81,7 @@ def initialize(
         config = load_config(config, overrides, nproc=int(os.environ.get("WORLD_SIZE", "1")))
     engine = make_engine(config, model, loss_fn, data, optimizer)
     try:
+        take_reference(engine._state, engine.checkpoints)
         if engine.checkpoints.resume_from is None:
             engine.checkpoints.take_weights()
     except BaseException:

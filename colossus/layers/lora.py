@@ -61,6 +61,8 @@ class LoRALinear(Layer):
 
     def forward(self, input: Tensor) -> Any:
         y = self.base(input)
+        if self.parallel.adapters_off:
+            return y
         thin = to_whole(self.first(input if isinstance(self.first, Linear) else to_whole(input)))
         added = self.second(thin if self.scale == 1.0 else thin * self.scale)
         if self.is_fused:

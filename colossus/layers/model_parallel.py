@@ -76,6 +76,7 @@ class ModelParallel:
         interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
             number of data ranks (`colossus.data.batch.split_microbatches`).
         samples_interact: ``train.samples_interact``.
+        adapters_off: adapters add nothing in the current forward, that of a reference without them.
         rotary_tables: (kind, dtype, device) -> the table of `colossus.layers.rotary.Rotary`.
         whole_placement: the placement of plain tensors.
     """
@@ -90,6 +91,7 @@ class ModelParallel:
     replicas_differ: bool = False
     interleaves_microbatches: bool = False
     samples_interact: bool = False
+    adapters_off: bool = False
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,20 @@ class PipelineBlock:
         owns: the modules, parameters and buffers that ``call`` uses, or their names relative to the model; a module
             includes its submodules. None is skipped. A ``call`` that is a module owns itself.
         name: name in ``--dry-run`` and in errors; by default that of the first item in ``owns``.
+        units: modules of ``owns`` that have all its parameters, and which ``call`` calls as they are: under ZeRO-3 each
+            is gathered while it runs. By default the block is, if it is one module.
     """
 
-    def __init__(self, call: Callable[[Any], Any], *owns: nn.Module | Tensor | str | None, name: str | None = None):
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        *owns: nn.Module | Tensor | str | None,
+        name: str | None = None,
+        units: Sequence[nn.Module] = (),
+    ) -> None:
         if not callable(call):
             raise ValueError(f"PipelineBlock({call!r}): the first argument must be a callable that computes the block")
-        self.call, self.name = call, name
+        self.call, self.name, self.units = call, name, tuple(units)
         itself = (call,) if isinstance(call, nn.Module) else ()
         self.owns = (*itself, *(item for item in owns if item is not None))
 
@@ -48,6 +56,7 @@ class NamedBlock:
         modules: the owned modules and their submodules.
         parameters: names as in ``named_parameters``: blocks that share a parameter list the same name.
         buffers: names as in ``named_buffers``.
+        units: see `PipelineBlock`.
     """
 
     name: str
@@ -55,6 +64,7 @@ class NamedBlock:
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    units: tuple[str, ...] = ()
 
 
 def joined_blocks(calls: Iterable[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
@@ -181,4 +191,5 @@ def _with_names(
     parameters = tuple(names[id(item)] for item in owned if isinstance(item, nn.Parameter))
     buffers = tuple(names[id(item)] for item in owned if not isinstance(item, nn.Module | nn.Parameter))
     first = names[id(next(iter(owned)))] if owned else getattr(block.call, "__name__", f"block {number}")
-    return NamedBlock(block.name or first, block.call, modules, parameters, buffers)
+    units = tuple(names[id(item)] for item in block.units)
+    return NamedBlock(block.name or first, block.call, modules, parameters, buffers, units)

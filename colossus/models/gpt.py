@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from colossus.models.multi_token import (
     added_loss,
     with_next_tokens,
 )
+from colossus.models.objectives import loss_of_objective, metrics_of_objective
 from colossus.models.options import DecoderOptions, GPTOptions
+from colossus.models.reference import beside, make_reference
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
 from colossus.sequence_parallel.kernels import soft_capped
@@ -48,6 +50,11 @@ class Decoder(Transformer[DecoderOptions]):
     """
 
     options_class: ClassVar[type[DecoderOptions]]
+    #: a frozen model beside one that trains
+    is_reference = False
+    #: a reference that has the weights of its run
+    has_weights = False
+    reference: Decoder | None
 
     def __init__(self, **options: Any) -> None:
         o = self.options_class(**options)
@@ -69,8 +76,19 @@ class Decoder(Transformer[DecoderOptions]):
         if o.mtp_weight:
             norms = self.make_norm(), self.make_norm(), self.make_norm()
             self.next_token = NextToken(o.hidden_size, self.make_block(o.num_layers - 1), norms, INIT)
+        self.reference = None if o.reference is None else make_reference(self, o.reference)
+        self._objective = None if o.objective is None else loss_of_objective(o.objective)
+        if o.objective is not None:
+            self.eval_metrics = metrics_of_objective(o.objective)
 
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
+        own, wanted = self._own_blocks(), self.options.reference
+        if wanted is None:
+            return [*own]
+        other = self._own_blocks() if self.reference is None else self.reference._own_blocks()
+        return [*beside(own, other, self.parallel, is_shared=self.reference is None)]
+
+    def _own_blocks(self) -> list[PipelineBlock]:
         return [
             PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
             *self.block_calls(),
@@ -128,11 +146,17 @@ class Decoder(Transformer[DecoderOptions]):
             return call(block, hidden, self.parallel)
         return call(block, hidden[0], self.parallel, documents=hidden[1].get("documents")), hidden[1]
 
-    def loss(self, logits: Logits | Further, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def train(self, mode: bool = True) -> Self:
+        return super().train(mode and not self.is_reference)
+
+    def loss(self, logits: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (sum, count) over the tokens of a batch with ``labels``, and maybe ``token_weights``: [batch, tokens].
 
-        With ``token_weights`` a token's loss is multiplied by its weight, and the count is the sum of the weights.
+        With ``token_weights`` a token's loss is multiplied by its weight, and the count is the sum of the weights. An
+        objective has its own loss (`colossus.models.tuning_options`).
         """
+        if self._objective is not None:
+            return self._objective(logits, batch)
         o = self.options
         entropy = partial(cross_entropy, label_smoothing=o.label_smoothing, z_loss=o.z_loss)
         if not isinstance(logits, Further):

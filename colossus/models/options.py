@@ -12,6 +12,7 @@ from colossus.arithmetic import not_a_multiple
 from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
 from colossus.models.attention_options import AttentionOptions
+from colossus.models.tuning_options import Objective, ReferenceOptions, tuning_problem
 from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.mask import Mask
 from colossus.sequence_parallel.modes import cheaper, length_multiple
@@ -212,11 +213,21 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
     loss_chunk: Count | None = None
     #: weight of the loss of a further block that predicts the token after the next, in training alone (2412.19437)
     mtp_weight: Annotated[float, Field(ge=0)] = 0.0
+    #: loss in place of next tokens' cross-entropy: dict(type="dpo" or "distillation" or "grpo", **options)
+    objective: Objective | None = None
+    #: a frozen model for the objective: dict(weights="runs/sft")
+    reference: ReferenceOptions | None = None
 
     @model_validator(mode="after")
     def _gradients_are_dense(self) -> DecoderOptions:
         if self.mtp_weight and self.sparse_embeddings:
             raise ValueError("mtp_weight uses the embedding twice, for which sparse_embeddings has no gradient")
+        return self
+
+    @model_validator(mode="after")
+    def _is_tuned(self) -> DecoderOptions:
+        if problem := tuning_problem(self):
+            raise ValueError(problem)
         return self
 
     def block_options(self, layer: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def shallow(config: Config) -> tuple[Config, int]:
     options, optimizer, checkpointing = model_options(config), config.optimizer, config.train.activation_checkpoint
     if not isinstance(options, TransformerOptions) or options.num_layers <= _LAYERS or config.model is None:
         return config, 0
+    if getattr(options, "reference", None) is not None:  # whose blocks are others
+        return config, 0
     first = options.block_options(0)
     are_equal = all(options.block_options(layer) == first for layer in range(1, options.num_layers))
     by_element = optimizer.type in TORCH_OPTIMIZERS and not optimizer.whole

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.checkpoint.tensor_box import TensorBox
 from colossus.data_parallel.replica_average import ReplicaAverage
@@ -57,15 +57,17 @@ def replica_record(run: Run) -> dict[str, Any]:
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def boxes_of(run: Run, *, replicas_differ: bool = False) -> list[ParameterBox]:
+def boxes_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: bool = False) -> list[ParameterBox]:
     """Return the boxes of the parameters of a run.
 
     Args:
         run: a run.
+        reference: the frozen model inside the run's whose parameters they are; None: the run's model.
         replicas_differ: whether each replica writes every box; else each box is written once.
     """
     elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
-    return parameter_boxes(run.model, run.context, elsewhere, replicas_differ=replicas_differ)
+    model = run.model if reference is None else reference
+    return parameter_boxes(model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
 def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.arithmetic import factors
 from colossus.checkpoint.errors import CheckpointError
@@ -268,30 +268,35 @@ class State:
         strict: bool = True,
         grow: Sequence[str] = (),
         on_progress: Callable[[], None] = lambda: None,
+        reference: nn.Module | None = None,
     ) -> WeightMatch:
         """Load parameters and buffers alone (`match_weights`). Collective.
+
+        Args:
+            reference: the frozen model inside the run's that gets them; None: the run's model.
 
         Raises:
             CheckpointError: on all ranks, before anything is changed, if a file is corrupted or a name or shape does
                 not fit.
         """
-        run = self.run
+        run, model = self.run, self.run.model if reference is None else reference
         run.strategy.sync_point()
         with as_shards(), torch.no_grad():
-            boxes = boxes_of(run)
-            weights = model_weights(run.model, run.context)
+            boxes = boxes_of(run, reference)
+            weights = model_weights(model, run.context)
             try:
                 match = match_weights(
                     weights, reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename,
-                    grow=grow, shorten=getattr(getattr(run.model, "options", None), "positions_by_row", ()),
+                    grow=grow, shorten=getattr(getattr(model, "options", None), "positions_by_row", ()),
                     strict=strict,
                 )  # fmt: skip
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
             reader.verify(self._world, on_progress)
-            assets = self._read_assets(reader) if only is None else self._loaded  # a part may know other tokens
-            on_all_ranks(self._world, lambda: load_matched(reader, match, run.model, boxes, None), _MIXED)
-            if not run.strategy.exact:  # messages under way and anchors belong to other weights
+            is_whole = only is None and reference is None  # a part may know other tokens
+            assets = self._read_assets(reader) if is_whole else self._loaded
+            on_all_ranks(self._world, lambda: load_matched(reader, match, model, boxes, None), _MIXED)
+            if not run.strategy.exact and reference is None:  # messages under way and anchors belong to other weights
                 run.strategy.load_parameter_state({})
                 run.strategy.load_state_dict({})
             run.strategy.parameters_loaded()

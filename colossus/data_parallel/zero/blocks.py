@@ -49,9 +49,9 @@ def by_block(
 ) -> tuple[list[tuple[nn.Module, list[PlacedParameter]]], list[PlacedParameter]]:
     """Return each block of a model as its module and parameters, and the parameters of the root block.
 
-    Blocks are those blocks of the model's chain that are one module each. Where the model is no chain (None), blocks
-    are the children of its outermost ModuleLists and Sequentials, or the modules in such a child that has no forward.
-    Parameters of no block, or of several, belong to the root block.
+    Blocks are those blocks of the model's chain that are one module each, or their units. Where the model is no chain
+    (None), blocks are the children of its outermost ModuleLists and Sequentials, or the modules in such a child that
+    has no forward. Parameters of no block, or of several, belong to the root block.
 
     Args:
         model: this rank's part of the model.
@@ -98,6 +98,9 @@ def in_buckets(
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:
     modules = dict(model.named_modules())
     for block in chain:
+        if block.units:
+            yield from (modules[name] for name in block.units)
+            continue
         first = block.modules[0] if block.modules else ""
         names = (*block.modules[1:], *block.parameters, *block.buffers)
         if first and all(name.startswith(f"{first}.") for name in names) and has_forward(modules[first]):

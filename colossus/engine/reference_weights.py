@@ -1,0 +1,37 @@
+"""The weights of the frozen model beside the one that trains (`colossus.models.reference`): no checkpoint has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from colossus.checkpoint.errors import under_key
+from colossus.checkpoint.weight_sources import find_weights
+from colossus.engine.checkpoints import Checkpoints
+from colossus.state.state import State
+
+
+def take_reference(state: State, checkpoints: Checkpoints) -> None:
+    """Load the weights of a model's reference, if it has one, once; also in a run that resumes. Collective.
+
+    They are those of ``model.reference``, or else of ``checkpoint.weights``; with neither it keeps the initial values
+    that the model begins with.
+
+    Raises:
+        CheckpointError: on all ranks, if they are not whole, or not of this model.
+    """
+    model: Any = state.run.model
+    reference: Any = getattr(model, "reference", None)
+    if not getattr(reference, "is_reference", False) or reference.has_weights:
+        return
+    options, own, average = model.options.reference, state.run.config.checkpoint.weights, None
+    path, key = options.weights or options.path, "model.reference"
+    more: dict[str, Any] = {}
+    if path is None and own is not None and options.model is None:
+        path, key, average = own.path, "checkpoint.weights", own.average
+        more = {name: getattr(own, name) for name in ("only", "rename", "strict", "grow")}
+    if path is not None:
+        with under_key(key):
+            take = partial(state.load_weights, reference=reference, on_progress=checkpoints.on_progress, **more)
+            checkpoints.read_newest(lambda damaged: find_weights(path, damaged), take, average)
+    reference.has_weights = True

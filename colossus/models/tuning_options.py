@@ -1,0 +1,104 @@
+"""Options of tuning: the loss in place of next tokens' cross-entropy, and the frozen model beside. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Weight = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class DistillationOptions(_Options):
+    """Follow the reference's next tokens (`colossus.layers.distillation_loss`)."""
+
+    type: Literal["distillation"]
+    #: the divergence of the model from the reference, in place of the other way round
+    reverse: bool = False
+    #: divisor of the logits of both
+    temperature: Positive = 1.0
+    #: words of the reference that count at each token, its likeliest ones; default all
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    #: weight of the labels' cross-entropy, the rest is the divergence's
+    label_weight: Weight = 0.0
+
+
+class DPOOptions(_Options):
+    """Prefer the first text of each pair of samples (`colossus.layers.dpo_loss`)."""
+
+    type: Literal["dpo"]
+    #: scale of margins
+    beta: Positive = 0.1
+    #: chance that a pair is the wrong way round
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    #: log-sigmoid (DPO) or squared distance of margins (IPO)
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+
+
+class GRPOOptions(_Options):
+    """Raise the chance of texts by their ``advantages``, which the data has (`colossus.layers.policy_loss`)."""
+
+    type: Literal["grpo"]
+    #: bounds of the ratio to the policy that wrote the texts, 1 - clip and 1 + clip
+    clip: Weight = 0.2
+    #: in place of ``clip`` above 1
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    #: weight of the divergence from the reference
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+
+
+Objective = Annotated[DistillationOptions | DPOOptions | GRPOOptions, Field(discriminator="type")]
+
+
+class ReferenceOptions(_Options):
+    """A frozen model that runs beside the trained one, under the same plan, in training and evaluation."""
+
+    #: a checkpoint, or a model folder of Hugging Face; default ``path``, else the weights with which the model begins
+    weights: Annotated[str, Field(min_length=1)] | None = None
+    #: a model folder of Hugging Face with another model of the same vocabulary
+    path: Annotated[str, Field(min_length=1)] | None = None
+    #: options that differ from the model's: dict(num_layers=12)
+    model: dict[str, Any] | None = None
+    #: the model itself without its adapters (`colossus.layers.LoRALinear`), which needs no memory
+    adapters_off: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _under_one_plan(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (key := next((key for key in ("parallel", "schedule") if key in value), None)):
+            raise ValueError(f"{key}: the reference runs under the plan of the model, on the same ranks: leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one_model(self) -> ReferenceOptions:
+        others = [key for key in ("weights", "path", "model") if getattr(self, key) is not None]
+        if self.adapters_off and others:
+            raise ValueError(
+                f"adapters_off: the reference is the model itself, which has {' and '.join(others)} already"
+            )
+        if self.path is not None and self.model is not None:
+            raise ValueError("path names a folder with a model of its own: leave model out")
+        return self
+
+
+def tuning_problem(options: Any) -> str | None:
+    """Return why a decoder's options do not go with its objective or reference, or None."""
+    objective, reference = options.objective, options.reference
+    if objective is None and reference is None:
+        return None
+    if options.mtp_weight:
+        return "mtp_weight is of the loss of next tokens: leave it out with an objective or a reference"
+    if objective is None:
+        return "reference: no objective takes it; set objective = dict(type='distillation' or 'dpo' or 'grpo')"
+    if objective.type == "distillation" and reference is None:
+        return "objective: distillation needs a reference = dict(path='..'), or dict(weights='..', model=dict(..))"
+    if reference is not None and getattr(options, "experts", None) is not None:
+        return "reference: a model with experts runs beside no other, since its routers count the tokens of a step"
+    if reference is not None and reference.adapters_off and (options.dropout or options.attention_dropout):
+        return "reference.adapters_off: dropout would also be in the reference, which is the model itself: set it to 0"
+    return None
