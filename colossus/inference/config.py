@@ -123,7 +123,15 @@ def generation_config(source: WeightSource, overrides: Sequence[str] = (), confi
         reduce = precision.reduce if precision.reduce != "fp64" else "fp32"
         stored = PrecisionSection(params=precision.compute, compute=precision.compute, reduce=reduce, optimizer="fp32")
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": stored})})
-    return config.model_copy(update={"name": "generate"})
+    return config.model_copy(update={"name": "generate", "model": _without_tuning(config)})
+
+
+def _without_tuning(config: Config) -> Named | None:
+    """Return the model without the loss and the reference of its training."""
+    if config.model is None or model_options(config) is None:
+        return config.model
+    own = config.model.spec()
+    return Named(**{key: value for key, value in own.items() if key not in ("objective", "reference")})
 
 
 def _require_generation(config: Config) -> None:

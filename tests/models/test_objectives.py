@@ -49,7 +49,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
     "3d 2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
     "zb-v x 1d": (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("zb-v")),
-    "zero 3 x pipeline": (4, dict(data=2, pipeline=2, zero=3), scheduled("zb-h1")),
+    "zero 3 x pipeline": (4, dict(data=2, pipeline=2, zero=3), scheduled("zb-h1", 2)),
     "sequence x 1d": (4, dict(sequence=2, tensor=2), {}),
     "pipeline x 2d": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), scheduled("1f1b", 2)),
     "data x pipeline x 1d": (8, dict(data=2, pipeline=2, tensor=2), scheduled("1f1b", 2)),
