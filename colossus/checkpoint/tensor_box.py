@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.tensor_file import dtype_name
 from colossus.layout.layout import Box, Layout
-from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters
+from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters, reference_prefixes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,6 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
     Those of a frozen reference inside the model (`colossus.models.reference`) are not there.
     """
     order = full_model_order(model)
-    frozen = tuple(f"{name}." for name, module in model.named_modules() if name and getattr(module, "is_reference", 0))
     entries: dict[tuple[int, str], Entry] = {}
     for number, logical in enumerate(logical_parameters(model, keep_ties=True)):
         entry = entries.setdefault((id(logical.parameter), logical.shard_name), Entry(logical, {}))
@@ -139,4 +138,5 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
             entry = entries.setdefault((id(buffer), ""), Entry(buffer, {}))
             entry.names[name] = order.get(name, len(order)), 0
     named = {next(iter(entry.names)): entry for entry in entries.values()}
-    return {name: entry for name, entry in named.items() if not name.startswith(frozen)} if frozen else named
+    other = reference_prefixes(model)
+    return {name: entry for name, entry in named.items() if not name.startswith(other)} if other else named

@@ -15,7 +15,7 @@ from colossus.construct.overlaps import check_overlaps
 from colossus.construct.traced_value import traced_shards
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
-from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
+from colossus.layout.parameter import ParameterSpec, made_by_layer, reference_prefixes, spec_of
 from colossus.layout.parameter_hooks import share_hooks
 from colossus.layout.split_parameter import as_shards, mark_split
 from colossus.random import GLOBAL_RNG
@@ -85,9 +85,7 @@ def build(
     _name_parts(model)
     check_overlaps(model, trace)
     materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
-    materializer.references = tuple(
-        f"{name}." for name, module in model.named_modules() if name and getattr(module, "is_reference", False)
-    )
+    materializer.references = reference_prefixes(model)
     if prepare is not None or materialize:
         replace_tensors(model, materializer.fix_seed)
     dropped = {} if prepare is None else _prepared(model, context, prepare)

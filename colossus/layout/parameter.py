@@ -234,6 +234,11 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
             yield LogicalParameter(path, name, shard.shape, spec.layout, parameter, rows, shard.name, spec.intervals)
 
 
+def reference_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of names in frozen models inside a model (`colossus.models.reference`)."""
+    return tuple(f"{name}." for name, part in model.named_modules() if name and getattr(part, "is_reference", False))
+
+
 def record_full_order(model: nn.Module) -> None:
     """Record the order of the parameters and buffers of a whole model, before a stage drops those of other stages."""
     vars(model)["_colossus_order"] = _names_in_order(model)
@@ -251,7 +256,8 @@ def _names_in_order(model: nn.Module) -> tuple[str, ...]:
 
 def num_parameters(model: nn.Module) -> int:
     """Return the elements of the whole model, each logical parameter counted once, under any plan."""
-    return sum(math.prod(logical.shape) for logical in logical_parameters(model))
+    other = reference_prefixes(model)
+    return sum(math.prod(logical.shape) for logical in logical_parameters(model) if not logical.name.startswith(other))
 
 
 def local_rows(shapes: Sequence[Sequence[int]], layout: Layout, sizes: Mapping[str, int]) -> list[tuple[int, int]]:

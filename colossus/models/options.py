@@ -224,6 +224,11 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
             raise ValueError("mtp_weight uses the embedding twice, for which sparse_embeddings has no gradient")
         return self
 
+    @property
+    def counted(self) -> str:  # type: ignore[override]
+        """The unit that the loss counts."""
+        return "pairs" if self.objective is not None and self.objective.type == "dpo" else "tokens"
+
     @model_validator(mode="after")
     def _is_tuned(self) -> DecoderOptions:
         if problem := tuning_problem(self):

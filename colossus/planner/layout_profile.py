@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from colossus.config import Config, ConfigError
+from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
@@ -129,7 +129,8 @@ def _profile(
         facts = with_more_layers(facts, more)
         all_blocks[-1:-1] = [all_blocks[-2]] * more
     optimizer = OptimizerMemory(config, groups[0]) if other is None else other.optimizer
-    return LayoutProfile(all_blocks, facts, optimizer, counted_of(sample), sample)
+    are_pairs = getattr(model_options(config), "counted", "tokens") == "pairs"
+    return LayoutProfile(all_blocks, facts, optimizer, 1 if are_pairs else counted_of(sample), sample)
 
 
 def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
