@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from colossus.data.loader import Loader, Loaders
     from colossus.data.make_loaders import build_loaders
     from colossus.data.mix import Mix
-    from colossus.data.pairs import collate_pairs
     from colossus.data.text import PythonStdlib, TextFolder
+    from colossus.data.text_pairs import collate_pairs
     from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
 
@@ -74,6 +74,6 @@ __getattr__, __dir__ = lazy_names(
         "TokenWindows": "tokens",
         "TooLittleData": "tokens",
         "build_loaders": "make_loaders",
-        "collate_pairs": "pairs",
+        "collate_pairs": "text_pairs",
     },
 )
