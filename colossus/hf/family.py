@@ -23,19 +23,10 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 Shape = tuple[int, ...]
 
 #: options that say nothing about a trained model; all others that a family does not name must have their defaults
-_OF_TRAINING = frozenset(
-    (
-        "dropout",
-        "attention_dropout",
-        "activation_checkpoint",
-        "label_smoothing",
-        "z_loss",
-        "sparse_embeddings",
-        "loss_chunk",
-        "objective",
-        "reference",
-    )
-)
+_OF_TRAINING = frozenset((
+    "dropout", "attention_dropout", "activation_checkpoint", "label_smoothing", "z_loss", "sparse_embeddings",
+    "loss_chunk", "objective", "reference",
+))  # fmt: skip
 TABLE, HEAD = "embedding.weight", "head.weight"
 #: families whose differing options an error lists
 _NEAREST = 3

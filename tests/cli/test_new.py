@@ -47,7 +47,7 @@ def test_what_cannot_be_started_from(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["new", "mine", "--from", "gpt_stdlb"]) == 2
     message = capsys.readouterr().err
     assert message.startswith(
-        "colossus: --from gpt_stdlb: no such config; did you mean gpt_stdlib? there are: gpt_long,"
+        "colossus: --from gpt_stdlb: no such config; did you mean gpt_stdlib? there are: dpo_stdlib,"
     )
     assert not Path("mine").exists()
     Path("file").write_text("")

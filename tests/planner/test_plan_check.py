@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.plan_cases import CASES, FOUR, MB2, MORE_CASES, config_of_case
 from helpers.real_sizes import LLAMA_8B, run_of
 
+import colossus
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.planner.check_report import CheckReport
 from colossus.planner.estimate import Estimator
 from colossus.planner.plan_check import check
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
+
+ROOT = Path(colossus.__file__).parent.parent
 
 
 def _estimate(name: str) -> PlanEstimate:
@@ -36,6 +40,16 @@ def test_a_plan_is_as_predicted() -> None:
     assert sys.excepthook is hook  # torch's names a rank in front of every line
     assert {row.what for row in report.axes} == {"data", "pipeline", "pipelinexdata"}
     assert [(rank.rank, rank.pipeline_rank) for rank in report.ranks] == [(0, 0), (2, 1)]
+
+
+def test_a_reference_beside_the_model_and_both_texts_of_a_pair_are_counted() -> None:
+    plan = ["parallel.data=2", "parallel.zero=3", "model.num_layers=2", "model.loss_chunk=64"]
+    config = load_config(str(ROOT / "configs" / "dpo_stdlib.py"), plan, nproc=2)
+    estimate = Estimator(FromDataSheet("h100")).estimate(config)
+    assert estimate.tokens == 16  # pairs
+    report = check(config, estimate)
+    assert report.is_equal, report.render()
+    assert 0.95 < report.ranks[0].ratio < 1.05
 
 
 def test_the_engines_own_operators_take_as_long_as_predicted() -> None:
