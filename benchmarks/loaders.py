@@ -5,16 +5,19 @@
     python -m benchmarks.loaders --device cuda      # steps that read their batches beside steps that have one there
 
 One process with one thread, as a rank is. Each block reads the same number of batches from both, one after the other;
-the first batch, which starts workers, is not timed. The last column is ours over torch's. All kinds but the "drawing"
-one say `deterministic = True`; that one augments each sample with random numbers: ours are seeded for each sample, so
-that they are the same under every plan and after every resume.
+the first batch, which starts workers, is not timed. Rows of a file have 1024 tokens, and their batches a sixteenth of
+the samples; torch's are read by a dataset as one writes it by hand. The last column is ours over torch's. All kinds but
+the "drawing" one say `deterministic = True`; that one augments each sample with random numbers: ours are seeded for
+each sample, so that they are the same under every plan and after every resume.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +29,12 @@ from benchmarks import common
 from benchmarks.common import Series
 from benchmarks.timing import seconds_per_call, take_turns
 from benchmarks.undrawn import fill, undrawn
-from colossus.data import build_loaders
+from colossus.data import Packed, TokenFile, TokenFileDocuments, build_loaders
+from colossus.data.documents.packed import NO_LABEL
 
 SEQ_LEN, SAMPLES = 64, 1 << 14
+#: tokens of rows of a file
+FILE_SEQ_LEN = 1024
 TOKENS = torch.arange(SEQ_LEN * SAMPLES + 1) % 50_257
 PIXELS = np.random.default_rng(0).integers(0, 255, (512, 3, 32, 32), dtype=np.uint8)
 TORCH, OURS = "torch", "colossus"
@@ -85,6 +91,59 @@ class Stream(IterableDataset[Any]):
         make = self.make
         for index in range(SAMPLES):
             yield make(index)
+
+
+class FileWindows(Dataset[Any]):
+    """Windows of a memory map, as a loop of one's own has them."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // FILE_SEQ_LEN
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = index * FILE_SEQ_LEN
+        row = torch.from_numpy(self.tokens[start : start + FILE_SEQ_LEN + 1].astype(np.int64))
+        return {"inputs": row[:-1], "labels": row[1:]}
+
+
+class FileRows(Dataset[Any]):
+    """The rows of a `Packed`, put together sample by sample."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed, self.spans = packed, packed._spans
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, place = self.packed.documents.tokens, 0
+        ids, labels, positions = (torch.zeros(FILE_SEQ_LEN, dtype=torch.int64) for _ in range(3))
+        labels.fill_(NO_LABEL)
+        documents = torch.full((FILE_SEQ_LEN,), int(self.spans.rows[index + 1] - self.spans.rows[index]))
+        for number, span in enumerate(range(self.spans.rows[index], self.spans.rows[index + 1])):
+            start, length = self.spans.starts[span], self.spans.lengths[span]
+            own = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
+            stop = place + int(length)
+            ids[place:stop], documents[place:stop] = own[:length], number
+            positions[place:stop] = torch.arange(int(length))
+            num_labels = int(length) - int(self.spans.closed[span])
+            labels[place : place + num_labels] = own[1 : num_labels + 1]
+            place = stop
+        return {"inputs": {"ids": ids, "documents": documents, "positions": positions}, "labels": labels}
+
+
+def file_cases(folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Return the dataset for torch's DataLoader and ours over one file of token ids, by the name of the case."""
+    generator = np.random.default_rng(0)
+    lengths = generator.lognormal(5.5, 1.0, 20_000).astype(np.int64) + 1
+    tokens = generator.integers(1, 50_257, int(lengths.sum()), np.uint16)
+    tokens[np.cumsum(lengths) - 1] = 0
+    tokens.tofile(file := folder / "tokens.bin")
+    ours = TokenFile(file, FILE_SEQ_LEN, validation_fraction=0)
+    packed = Packed(TokenFileDocuments(file, end=0), FILE_SEQ_LEN, validation_fraction=0)
+    return {"windows of a file": (FileWindows(ours.tokens), ours), "packed rows": (FileRows(packed), packed)}
 
 
 class Reader:
@@ -167,6 +226,20 @@ def main_fed(arguments: Any) -> None:
     common.write_json(arguments.json, {"cases": results})
 
 
+def cases_of(batch: int) -> dict[str, tuple[Any, Any, int, int]]:
+    """Return, by the name of a case, the data of torch's loader and of ours, the samples of a batch and the workers."""
+    cases: dict[str, tuple[Any, Any, int, int]] = {}
+    for name, make in KINDS.items():
+        for kind, data, numbers in (("map", Samples(make), (0, 2)), ("stream", Stream(make), (0,))):
+            for workers in numbers:
+                case = f"{name}, {kind}" + (f", {workers} worker{'s' * (workers > 1)}" if workers else "")
+                cases[case] = data, data, batch, workers
+    with tempfile.TemporaryDirectory() as folder:  # the maps stay when the file is gone
+        for name, (of_torch, of_ours) in file_cases(Path(folder)).items():
+            cases[name] = of_torch, of_ours, max(1, batch // 16), 0
+    return cases
+
+
 def main() -> None:
     parser = common.make_parser(__doc__, blocks=7)
     parser.add_argument("--batch", type=int, default=1024, help="samples of a batch (default %(default)s)")
@@ -180,20 +253,17 @@ def main() -> None:
     if arguments.device:
         return main_fed(arguments)
     rows, results = [], {}
-    for name, make in KINDS.items():
-        for kind, data, numbers in (("map", Samples(make), (0, 2)), ("stream", Stream(make), (0,))):
-            for workers in numbers:
-                case = f"{name}, {kind}" + (f", {workers} worker{'s' * (workers > 1)}" if workers else "")
-                if arguments.only not in case:
-                    continue
-                readers = {
-                    side: Reader(partial(read, data, arguments.batch, workers), arguments.steps)
-                    for side, read in ((TORCH, plain), (OURS, ours))
-                }
-                series = common.alternate(readers, arguments.blocks, label=case)
-                milliseconds = [1e3 * min(series[side]) / arguments.steps for side in (TORCH, OURS)]
-                rows.append([case, *(f"{value:.2f}" for value in milliseconds), common.ratio(series, OURS, TORCH)])
-                results[case] = series
+    for case, (of_torch, of_ours, batch, workers) in cases_of(arguments.batch).items():
+        if arguments.only not in case:
+            continue
+        readers = {
+            TORCH: Reader(partial(plain, of_torch, batch, workers), arguments.steps),
+            OURS: Reader(partial(ours, of_ours, batch, workers), arguments.steps),
+        }
+        series = common.alternate(readers, arguments.blocks, label=case)
+        milliseconds = [1e3 * min(series[side]) / arguments.steps for side in (TORCH, OURS)]
+        rows.append([case, *(f"{value:.2f}" for value in milliseconds), common.ratio(series, OURS, TORCH)])
+        results[case] = series
     common.print_table(
         f"Batches of {arguments.batch} samples, {arguments.blocks} blocks of {arguments.steps}: ms per batch",
         ["case", TORCH, OURS, "ours / torch (median [quartiles])"],

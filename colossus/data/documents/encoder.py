@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class Encoder(ABC):
     def encode(self, rows: Sequence[Row]) -> list[Encoded | BadRow]:
         """Return the document of each row, or why it is none."""
 
-    @property
+    @functools.cached_property
     def num_ids(self) -> int:
         """One more than the largest id of the tokenizer."""
         if (encoder := self.library()) is None:
@@ -80,6 +81,13 @@ class Encoder(ABC):
         if self.tokenizer.name != BYTES and self._loaded is None:
             self._loaded = load_tokenizer(self.tokenizer.content, f"{type(self).__name__}: {self.tokenizer.path}")
         return self._loaded
+
+    def ids_of(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, [t]."""
+        if (encoder := self.library()) is None:
+            return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def tokenize(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids [t] and the (start, stop) in characters of each token [t, 2], for each text."""
@@ -142,8 +150,8 @@ class Text(Encoder):
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | BadRow]:
         texts = [self._text(row) for row in rows]
-        encoded = iter(self.tokenize([text for text in texts if isinstance(text, str)]))
-        return [text if isinstance(text, BadRow) else Encoded(self._ids(next(encoded)[0])) for text in texts]
+        ids = iter(self.ids_of([text for text in texts if isinstance(text, str)]))
+        return [text if isinstance(text, BadRow) else Encoded(self._ids(next(ids))) for text in texts]
 
     def _text(self, row: Row) -> str | BadRow:
         text = row.get(self.key)
@@ -153,7 +161,7 @@ class Text(Encoder):
         return BadRow("missing", f"{self.key!r} {what}; it has {', '.join(map(repr, row))}")
 
     def _ids(self, ids: np.ndarray) -> np.ndarray:
-        return np.concatenate((self.begin, ids, self.end)).astype(np.int64) if self.begin or self.end else ids
+        return np.concatenate((self.begin, ids, self.end)).astype(self.dtype) if self.begin or self.end else ids
 
 
 def _bytes_of(text: str) -> tuple[np.ndarray, np.ndarray]:

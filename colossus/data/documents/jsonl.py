@@ -22,14 +22,14 @@ from colossus.data.documents.row_source import (
     of_files,
 )
 
-#: bytes of a plain file in a piece
-PIECE_BYTES = 1 << 24
+#: bytes of a piece of a plain file, and the most pieces of one
+PIECE_BYTES, _PIECES = 1 << 22, 1024
 
 
 class Jsonl(RowSource):
     """Files with a JSON object in each line; ``.gz`` and ``.zst`` (library zstandard) are decompressed.
 
-    Lines of white space alone are no rows. A plain file is read in pieces of 16 MB, a compressed one as a whole.
+    Lines of white space alone are no rows. A plain file is read in pieces, a compressed one as a whole.
 
     Args:
         path: a file, a pattern such as ``"chats/**/*.jsonl"``, or a list of these.
@@ -114,7 +114,7 @@ def _cut_at_lines(file: Path, size: int) -> list[Piece]:
     with file.open("rb") as content:
         while start < size:
             content.seek(start)
-            block = content.read(PIECE_BYTES) + content.readline()
+            block = content.read(max(PIECE_BYTES, size // _PIECES)) + content.readline()
             pieces.append(Piece(str(file), start, start + len(block), line))
             start += len(block)
             line += block.count(b"\n")
