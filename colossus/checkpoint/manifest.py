@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -204,6 +207,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     }
     for key, entry in tensors.items():
         _require_covered(key, entry)
+        _require_in_files(key, entry, files)
     unchanged = {key: dict(body[key]) for key in ("versions", "plan", "config", "aliases", "values")}
     return Manifest(
         step=int(body["step"]),
@@ -216,11 +220,33 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
 
 
 def _require_covered(key: str, entry: TensorEntry) -> None:
-    """Raise ValueError unless every element is in one chunk."""
+    """Raise ValueError unless every element is in one chunk, and no chunk goes beyond the tensor."""
     chunks = [chunk for chunk in entry.chunks if chunk.num_elements]
-    is_once = len({chunk.start for chunk in chunks}) == len(chunks)
-    if not is_once or sum(chunk.num_elements for chunk in chunks) != math.prod(entry.shape):
+    edges = []
+    for dim, size in enumerate(entry.shape):
+        ends = [(chunk.start[dim], chunk.start[dim] + chunk.size[dim]) for chunk in chunks]
+        if beyond := [(start, stop) for start, stop in ends if not 0 <= start < stop <= size]:
+            raise ValueError(f"{key} {entry.shape}: a chunk goes from {beyond[0][0]} to {beyond[0][1]} in dim {dim}")
+        edges.append({edge: index for index, edge in enumerate(sorted({0, size, *itertools.chain(*ends)}))})
+    # cells between all edges of chunks; their number is about that of the chunks, unless they are cut at random
+    num_chunks = np.zeros([max(len(indices) - 1, 0) for indices in edges], np.int32)
+    for chunk in chunks:
+        corner = zip(edges, chunk.start, chunk.size, strict=True)
+        num_chunks[tuple(slice(at[start], at[start + size]) for at, start, size in corner)] += 1
+    if not (num_chunks == 1).all():
         raise ValueError(f"{key} {entry.shape} is not covered once by its {len(entry.chunks)} chunks")
+
+
+def _require_in_files(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
+    """Raise ValueError where a chunk goes beyond its file."""
+    item = ITEM_BYTES[entry.dtype]
+    for chunk in entry.chunks:
+        end = chunk.offset + chunk.num_elements * item
+        if chunk.offset < 0 or end > files[chunk.file].num_bytes:
+            raise ValueError(
+                f"a chunk of {key} goes from byte {chunk.offset} to {end} of {chunk.file}, which has "
+                f"{files[chunk.file].num_bytes}"
+            )
 
 
 # -- of a save --------------------------------------------------------------------------------------------

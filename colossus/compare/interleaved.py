@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colossus.config import without_credentials
 from colossus.progress import progress
 
 #: name -> seconds, one per block
@@ -77,7 +78,7 @@ def unique_labels(names: Sequence[str]) -> dict[str, str]:
 def environment() -> dict[str, Any]:
     """Return the properties of the machine and its software on which times depend."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": without_credentials(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "machine": platform.machine(),

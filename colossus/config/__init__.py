@@ -3,7 +3,7 @@
 from colossus.config.errors import ConfigError
 from colossus.config.loading import load_config
 from colossus.config.plans import model_options, resolve_sizes
-from colossus.config.printed import as_dict, as_source, by_path
+from colossus.config.printed import as_dict, as_source, by_path, without_credentials
 from colossus.config.schema import Config
 from colossus.config.section import Named
 
@@ -17,4 +17,5 @@ __all__ = [
     "load_config",
     "model_options",
     "resolve_sizes",
+    "without_credentials",
 ]

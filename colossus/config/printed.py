@@ -21,11 +21,20 @@ from colossus.config.plans import model_options
 from colossus.config.schema import Config
 from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
 
+#: a user's name, password or token in an address
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@]+@")
+
+
+def without_credentials(text: str) -> str:
+    """Return a text whose addresses have ``***`` in place of the credentials before their ``@``."""
+    return _CREDENTIALS.sub("***@", text)
+
 
 def as_dict(config: Config) -> dict[str, Any]:
     """Return the config as JSON-able data, with the defaults of the model's options filled in.
 
-    Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``.
+    Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``, and addresses without credentials:
+    what is written down or tracked must not have them.
     """
     sections = _plain(config)
     if config.parallel.zero.stage:  # it determines the strategy
@@ -69,8 +78,10 @@ def _literal(value: Any, column: int, indent: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
+    if isinstance(value, str):
+        return without_credentials(value)
     if isinstance(value, BaseModel):
         fields = {key: getattr(value, key) for key in type(value).model_fields}
         return {key: _plain(item) for key, item in {**fields, **(value.model_extra or {})}.items()}

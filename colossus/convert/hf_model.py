@@ -51,7 +51,8 @@ def hf_model(
     kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM
     if kind is None:
         raise ValueError(f"transformers {transformers.__version__} has no class {named[0]!r}")
-    options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    options = _without_code(config)
+    options.pop("model_type", None)
     try:
         theirs = transformers.AutoConfig.for_model(config["model_type"], **options)
     except Exception as error:  # transformers raises errors of many classes
@@ -72,6 +73,16 @@ def hf_model(
     model = parallelize(make, with_head, blocks=blocks)()
     vars(model)["loss"] = loss_of_logits
     return model
+
+
+#: keys with which a folder would choose code: a repository's modules, or kernels that transformers fetches
+_CODE = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "custom_pipelines"}
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a config and of the configs inside: facts about the model, none about what computes it."""
+    nested = {key: _without_code(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    return {key: value for key, value in nested.items() if key not in {*_CODE, "transformers_version"}}
 
 
 def loss_of_logits(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class DatasetTokenizer:
         Raises:
             ValueError: without the library `tokenizers`, or for a file that it cannot read.
         """
-        key = hashlib.sha256(f"{_VERSION} {self.sha256}".encode())
+        key = hashlib.sha256(f"{_VERSION} {_library_version()} {self.sha256}".encode())
         for text in texts:
             key.update(hashlib.sha256(text).digest())
         return cached_ids(key.hexdigest(), lambda: self._encode(texts, title))
@@ -73,6 +74,14 @@ class DatasetTokenizer:
             encodings = encoder.encode_batch(decoded, add_special_tokens=False)
             parts += [np.array(encoding.ids, dtype) for encoding in encodings]
         return np.concatenate(parts)
+
+
+def _library_version() -> str | None:
+    """Return the version of the library `tokenizers`, whose ids may change with it; None where it is not installed."""
+    try:
+        return metadata.version("tokenizers")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def load_tokenizer(content: bytes, title: str) -> Any:

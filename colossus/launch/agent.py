@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -182,8 +183,7 @@ class _Agent:
                     f"this machine does not reach its own address {host}: is its interface down? (`ip link set lo up`, "
                     f"of the loopback)"
                 )
-            # the kernel picks a free port
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = _open_store(host, only_here=self._nodes is None)
             try:
                 start = self._restarts.begin()
             except ConfigError as error:
@@ -240,3 +240,19 @@ class _Agent:
             nodes.close()
         note_stop_signals(outcome)
         self._servers.close()
+
+
+def _open_store(host: str, *, only_here: bool) -> TCPStore:
+    """Open the store of the ranks at a free port.
+
+    Args:
+        host: address at which the ranks reach it.
+        only_here: all ranks are on this machine: no other machine can connect. Ranks unpickle what the store brings.
+    """
+    if not only_here:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from colossus.checkpoint.folder import MEMORY
 from colossus.config import Config
@@ -55,7 +57,19 @@ def remove_memory() -> None:
 
 def _remove_left_over(prefix: str) -> None:
     for folder in HOST_MEMORY.glob(f"{prefix}*"):
-        # a folder has its lock before it has its name, so one without a lock is left of a removal
-        with suppress(OSError), (folder / _LOCK).open("a") as lock:
+        # anybody may make such a name here, and a link from it to anywhere
+        with suppress(OSError), _open_own(folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_own(folder: Path) -> TextIO:
+    """Open the lock of a folder, which has it before it has its name; one that was left of a removal gets another.
+
+    Raises:
+        OSError: the folder is a link or of another user, or its lock is a link.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of this user")
+    return os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")

@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class Origin:
             if root is not None:
                 (root / _RUN_FOLDER).write_text(f"{folder.resolve()}\n")
             if self.is_own and not self.is_latest and run_folder.has_metrics(folder):
-                lost = (folder / run_folder.METRICS).replace(folder / "metrics.lost.jsonl")
+                lost = (folder / run_folder.METRICS).replace(_lost_metrics(folder))
                 text = f"{folder}: an attempt has left no checkpoint; its metrics are in {lost}, the run begins anew"
                 print(f"colossus: {text}", file=sys.stderr)
         except BaseException:
@@ -135,6 +136,12 @@ class Origin:
             return "nothing: begins at step 1"
         manifest = read_manifest(self.checkpoint)
         return f"step {manifest.step} of {self.checkpoint}, saved under {manifest.plan.get('text', 'an unknown plan')}"
+
+
+def _lost_metrics(folder: Path) -> Path:
+    """Return the name for the metrics of an attempt that left no checkpoint: the first that is free."""
+    names = itertools.chain(["metrics.lost.jsonl"], (f"metrics.lost-{number}.jsonl" for number in itertools.count(2)))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def choose(config: Config, *, run_dir: str | None = None, resume: bool = False) -> Origin:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import colossus
 from colossus import machine
 from colossus.checkpoint.folder import name_of
-from colossus.config import Config, ConfigError, as_dict
+from colossus.config import Config, ConfigError, as_dict, without_credentials
 from colossus.launch import failures
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
@@ -172,8 +172,12 @@ def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], A
             holder = file.read().strip() or "a process"
             file.close()
             raise ConfigError(f"{is_taken} ({holder}); wait for its end") from None
-        except OSError:
-            pass
+        except OSError as error:
+            print(
+                f"colossus: {path}: the file system has no locks ({error.strerror or error}): nothing keeps another "
+                f"run out of this folder",
+                file=sys.stderr,
+            )
     except OSError as error:
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
     with contextlib.suppress(OSError):  # a restarted run continues without the text where the disk is full
@@ -217,7 +221,7 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "command": sys.argv,
+        "command": [without_credentials(word) for word in sys.argv],
         "git": _git_commit(),
         "data": data,
     }

@@ -6,6 +6,8 @@ are merged into one softmax. `block_backward` is exact for one block when it is 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -138,11 +140,18 @@ def _kernel(q: Tensor, mask: Tensor | None) -> str:
     head_dim = q.shape[-1]
     if q.device.type == "cpu" and q.is_floating_point():
         return "cpu"
-    if q.device.type == "cuda" and q.dtype in _HALF and mask is None and head_dim % 8 == 0 and head_dim <= 256:
+    fits_flash = q.dtype in _HALF and mask is None and head_dim % 8 == 0 and head_dim <= 256
+    if q.device.type == "cuda" and fits_flash and _has_flash(q.device):
         return "flash"
     if q.device.type == "cuda" and q.dtype in (*_HALF, torch.float32) and head_dim % (16 // q.element_size()) == 0:
         return "efficient"
     return "plain"
+
+
+@lru_cache
+def _has_flash(device: torch.device) -> bool:
+    """Return whether torch's flash kernels run on a CUDA device: since Ampere. One that is not here has them."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _plain_forward(

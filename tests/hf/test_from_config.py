@@ -39,7 +39,7 @@ def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pyt
     assert tuned.model is not None
     assert tuned.model.options["experts"] == dict(
         num=3, top_k=2, ffn_size=5, norm_topk=False, every=2, aux_loss=0.5, shared=None, score="softmax",
-        scale=1.0, groups=None, top_groups=None, first_dense=0, bias_update=None, capacity=None,
+        scale=1.0, groups=None, top_groups=None, first_dense=0, bias_update=None, capacity=None, bias=False, limit=None,
     )  # fmt: skip
     over = load_config(_config(type="hf", path="llama"), ["model.activation_checkpoint=full"])
     assert over.model is not None
@@ -94,7 +94,7 @@ CONFIG_REFUSED = [
         dict(path="experts", experts=dict(top_k=4)),
         r"model.experts: top_k = 4 experts of a token, but num = 3 of a layer",
     ),
-    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads .*gpt2, llama, .*vit"),
+    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads .*gpt2, .*llama, .*vit"),
 ]
 
 

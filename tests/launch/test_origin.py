@@ -100,11 +100,11 @@ def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.Capt
     assert "holds the metrics of another run already" in refused(run_dir="mine")
     # killed before its first checkpoint: its metrics are kept, out of the way
     lost = run_of("killed")
-    for _ in range(2):
+    for name in ("metrics.lost.jsonl", "metrics.lost-2.jsonl"):
         assert begin("checkpoint.resume=auto", run_dir="killed")[:2] == (lost, None)
         err = capsys.readouterr().err
-        assert (err.count("\n"), "its metrics are in killed/metrics.lost.jsonl, " in err) == (1, True)
-        assert (lost / "metrics.lost.jsonl").read_text().count("\n") == 5
+        assert (err.count("\n"), f"its metrics are in killed/{name}, " in err) == (1, True)
+        assert (lost / name).read_text().count("\n") == 5
         assert not (lost / "metrics.jsonl").exists()
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -96,3 +97,18 @@ def test_default_names_follow_each_other_in_every_time_zone(tmp_path: Path, monk
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    run_folder.take(tmp_path / "run", "--run-dir").close()
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"colossus: {tmp_path / 'run' / 'run.lock'}: the file system has no locks (No locks available)"
+    )
+    assert err.count("\n") == 1

@@ -658,3 +658,11 @@ def test_errors_explain() -> None:
     for told in run_ranks(2, _errors, plan=plan(2)):
         for sentence, part in zip(told, words, strict=True):
             assert part in sentence
+
+
+def test_flash_kernels_are_those_of_ampere_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_flash = kernels._has_flash.__wrapped__
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        assert has_flash(torch.device("cuda", 0)) is expected
