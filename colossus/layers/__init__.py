@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from colossus.layers.dropout import Dropout as Dropout
     from colossus.layers.embedding import Embedding as Embedding
     from colossus.layers.embedding import PositionEmbedding as PositionEmbedding
+    from colossus.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
     from colossus.layers.heads import merge_heads as merge_heads
     from colossus.layers.heads import split_heads as split_heads
     from colossus.layers.latent_attention import LatentAttention as LatentAttention
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 #: module -> the names that come from it
 _MODULES = {
     "attention": ("Attention",),
+    "gated_delta_net": ("GatedDeltaNet",),
     "batch_norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"),
     "block": ("MLP", "GatedMLP", "TransformerBlock"),
     "checkpointing": ("checkpoint", "recompute"),

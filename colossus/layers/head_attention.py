@@ -16,6 +16,7 @@ from colossus.layers.attention_weights import attend_by_weights, both, same_docu
 from colossus.layers.dropout import Dropout
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
+from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.rotary import Rotary
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
@@ -82,7 +83,7 @@ class HeadAttention(Layer):
         """
         inner = self.parallel.regions.inner
         if documents is not None:
-            documents = self._local_documents(local(documents), inner)
+            documents = local_documents(documents, self.parallel)
         if (cache := self._cache(mask, documents)) is not None:
             return cache.attend(self, query, key, value, self.mask, **self._score_options())
         if self.parallel.sequence is not None:
@@ -119,13 +120,6 @@ class HeadAttention(Layer):
         tokens = self.parallel.regions.inner.tokens
         index, num_shards = self.context.index(tokens), self.context.size(tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
-
-    def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
-        """Return the documents of the samples and tokens that this rank computes."""
-        user = self.parallel.regions.whole
-        source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
-        plan = MovePlan.of(moves(source, target), self.context)
-        return kept("the documents of tokens", lambda: run(plan.forward, documents).wait())
 
     def _attend_over_sequence_ranks(
         self,
@@ -221,3 +215,11 @@ class HeadAttention(Layer):
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             sinks = None if self.sinks is None else self.sinks.view(-1)
         return dict(scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
+
+
+def local_documents(documents: Tensor, parallel: ModelParallel) -> Tensor:
+    """Return the documents of the samples and tokens that this rank computes, [batch, tokens]."""
+    user, inner = parallel.regions.whole, parallel.regions.inner
+    source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
+    plan = MovePlan.of(moves(source, target), parallel.context)
+    return kept("the documents of tokens", lambda: run(plan.forward, local(documents)).wait())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,18 @@ from colossus.sequence_parallel.modes import SequenceMode, length_multiple, requ
 
 #: the largest number of shards whose positions are cached
 _MAX_SHARDS = 16
+
+
+class Segments(NamedTuple):
+    """The equal runs of consecutive tokens of which the ranks' shards consist.
+
+    Attributes:
+        length: tokens of a run.
+        order: the numbers of all runs in the order of their tokens; runs are counted through the shards of all ranks.
+    """
+
+    length: int
+    order: list[int]
 
 
 class SequenceSplit:
@@ -65,6 +80,13 @@ class SequenceSplit:
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 self._positions[key] = torch.as_tensor(shard, device=device)
         return self._positions[key]
+
+    def segments(self, num_local: int) -> Segments:
+        """Return the runs of consecutive tokens of shards with ``num_local`` tokens each."""
+        total = num_local * self.num_shards
+        length = num_local if self._ring_size == 1 else math.gcd(num_local, total // (self.chunks * self._ring_size))
+        starts = zigzag_order(total // length, self._ring_size, self.chunks)
+        return Segments(length, sorted(range(len(starts)), key=starts.__getitem__))
 
     def order(self, num_local: int, device: torch.device) -> Tensor:
         """Return the index of each token of the sequence in the concatenation of all ranks' shards, [tokens]."""
