@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ class Kind:
         world: number of ranks.
         peers: names of the cases it is measured against, besides ``serial``.
         reference: the case whose losses and norms it must show.
-        tolerance: how far off they may be, relative (below 1: absolute).
+        tolerance: how far off they may be, relative (below 1: absolute); infinite where it computes something else.
         in_default: whether it runs where no cases are named.
         tf32: whether products of fp32 are computed in TensorFloat-32.
         compiled: whether `torch.nn.Module.compile` compiles each block on its own.
@@ -97,17 +98,17 @@ def _kinds() -> dict[str, Kind]:
         kinds.append(Kind(f"serial-{suffix}", 1, "plain", "PlainCase", plain, **(shared | {"reference": REFERENCE})))
         kinds.append(Kind(f"colossus-{suffix}", 1, "ours", "ColossusCase", ours, (f"serial-{suffix}",), **shared))
     for n in (2, 4):
-        kinds += [*_whole(n), *_sharded(n), *_in_bf16(n)]
+        kinds += [*_whole(n), *_sharded(n), *_in_bf16(n), *_bounds(n)]
     return {kind.name: kind for kind in kinds}
 
 
 def _whole(n: int) -> list[Kind]:
     """Return cases that are whole on every data rank, or split by tensor parallelism."""
     whole_vocabulary = (("split_vocabulary", False),)
-    tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}")
+    tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}", f"alone-{n}")
     return [
         Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
-        Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", _plan(data=n), (f"ddp-{n}",)),
+        Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", _plan(data=n), (f"ddp-{n}", f"alone-{n}")),
         Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
         Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
         Kind(f"megatron-lean-{n}", n, "megatron", "MegatronCase", whole_vocabulary),
@@ -125,13 +126,31 @@ def _sharded(n: int) -> list[Kind]:
 
     return [
         Kind(f"zero-redundancy-{n}", n, "ddp", "ZeroRedundancyCase", in_default=False),
-        ours("colossus-zero1", 1, "zero-redundancy"),
+        ours("colossus-zero1", 1, "zero-redundancy", "alone"),
         ours("colossus-zero2", 2, "fsdp-keep"),
         Kind(f"fsdp-{n}", n, "fsdp", "FSDPCase", in_default=False),
         Kind(f"fsdp-prefetch-{n}", n, "fsdp", "FSDPCase", (("prefetch", True),), in_default=False),
         ours("colossus-zero3", 3, "fsdp", "fsdp-prefetch"),
         Kind(f"fsdp-keep-{n}", n, "fsdp", "FSDPCase", (("reshard", False),), in_default=False),
         ours("colossus-zero3-keep", 3, "fsdp-keep", weights="microbatch"),
+    ]
+
+
+def _bounds(n: int) -> list[Kind]:
+    """Return processes that do not talk, each with its share of the batch, and our cases without shared memory."""
+
+    def over_gloo(name: str, *peers: str, **parallel: Any) -> Kind:
+        options = (*_plan(**parallel), ("over_gloo", True))
+        against = tuple(f"{peer}-{n}" for peer in (*peers, "alone"))
+        return Kind(f"colossus-{name}-gloo-{n}", n, "ours", "ColossusCase", options, against, in_default=False)
+
+    alone = (("alone", True),)
+    return [
+        Kind(f"alone-{n}", n, "plain", "PlainCase", alone, (REFERENCE,), tolerance=math.inf, in_default=False),
+        over_gloo("data", "ddp", data=n),
+        over_gloo("tensor", "megatron", tensor=n),
+        over_gloo("zero1", "zero-redundancy", data=n, zero=1),
+        over_gloo("zero3", "fsdp", data=n, zero=3),
     ]
 
 

@@ -10,6 +10,7 @@ import colossus
 from benchmarks.undrawn import undrawn
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
+from colossus.comm import shared_memory
 from colossus.engine.results import StepResult
 
 
@@ -20,6 +21,7 @@ class ColossusCase:
         parallel, schedule, checkpoint: sections of the config.
         precision: ``train.precision``.
         recompute: ``train.activation_checkpoint``.
+        over_gloo: ranks of a host send through gloo, as on hosts of their own, not through shared memory.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class ColossusCase:
         checkpoint: dict[str, Any] | None = None,
         precision: str = "fp32",
         recompute: Any = "none",
+        over_gloo: bool = False,
     ) -> None:
+        shared_memory.enable(not over_gloo)
         w = workload
         config: dict[str, Any] = {
             "parallel": parallel or {"data": 1},

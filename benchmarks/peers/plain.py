@@ -120,6 +120,7 @@ class PlainCase:
     Args:
         low: forward under autocast to bf16.
         recompute: the activations of a block, as `PlainGPT`.
+        alone: each rank trains its own share of the batch and talks to nobody: what no way to talk can beat.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class PlainCase:
         *,
         low: bool = False,
         recompute: str = "none",
+        alone: bool = False,
     ) -> None:
         self.low, self.device = low, workload.device
         with torch.device(self.device):
@@ -137,7 +139,8 @@ class PlainCase:
         self.model.load_state_dict(fuse_qkv(workload.state(workload.device)))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)
-        self.batches = [(ids.to(self.device), labels.to(self.device)) for ids, labels in workload.batches()]
+        share = dict(part=rank, parts=world) if alone else {}
+        self.batches = [(ids.to(self.device), labels.to(self.device)) for ids, labels in workload.batches(**share)]
 
     def run(self, index: int) -> tuple[Tensor, Tensor]:
         """Run a step and do not read its loss: an accelerator is not waited for."""
