@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from colossus.checkpoint import torchtitan
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import ITEM_BYTES, FileEntry, Manifest, TensorEntry
 
@@ -45,10 +46,12 @@ class _Unpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module), name)
 
 
-def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]]]:
-    """Return the manifest of a folder's weights, and for each of its keys the chunks with their places in files.
+def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]], Mapping[str, int]]:
+    """Return a folder's weights: the manifest; by key the chunks with their places in files; by key the rows of a head,
+    where rows are in pairs (`torchtitan.translate`).
 
-    The names are those of the saved model, without the section in which it was saved (``model.``).
+    The names are those of the saved model, without the section in which it was saved (``model.``), or ours for
+    torchtitan's Llama.
 
     Raises:
         DamagedCheckpoint: a file is missing or shorter than its tensors, or the metadata cannot be understood.
@@ -68,6 +71,8 @@ def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]]]:
     names = {key: name for key, name in names.items() if section or not key.startswith(_OTHERS)}
     if not names:
         raise CheckpointError(f"{folder}: has no weights: its keys begin with {', '.join(sorted(described)[:3])}")
+    translation = torchtitan.translate(folder, {name: tensors[key].size for key, name in names.items()})
+    names = {key: translation.names[name] for key, name in names.items() if name in translation.names}
     by_place = {(index.fqn, tuple(index.offset or ())): info for index, info in places.items()}
     entries: dict[str, TensorEntry] = {}
     chunks: dict[str, list[tuple[Any, Any]]] = {}
@@ -85,9 +90,9 @@ def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]]]:
             files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
     _require_files(folder, files)
     entries_of_files = {name: FileEntry(size, 0) for name, size in files.items()}
-    return Manifest(
-        0, path.stat().st_mtime, {}, {"axes": {}, "text": "no plan: a folder of DCP"}, {}, entries_of_files, entries
-    ), chunks
+    plan = {"axes": {}, "text": "no plan: a folder of DCP"}
+    manifest = Manifest(0, path.stat().st_mtime, {}, plan, {}, entries_of_files, entries)
+    return manifest, chunks, {f"model/{name}": rows for name, rows in translation.head_rows.items()}
 
 
 def _require_files(folder: Path, files: Mapping[str, int]) -> None:

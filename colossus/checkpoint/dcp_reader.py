@@ -13,6 +13,7 @@ from torch import Tensor
 from colossus.checkpoint.dcp_folder import read_dcp
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.torchtitan import row_there
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
 
@@ -28,7 +29,7 @@ class DCPReader(CheckpointReader):
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.manifest, self._chunks = read_dcp(self.folder)
+        self.manifest, self._chunks, self._head_rows = read_dcp(self.folder)
         self._last: tuple[tuple[str, int], Tensor] | None = None
         self._descriptors: dict[str, int] = {}
 
@@ -39,6 +40,20 @@ class DCPReader(CheckpointReader):
             CheckpointError: there is no such tensor, or its file cannot be read.
         """
         self.entry(key)
+        if key not in self._head_rows:
+            return self._read_stored(key, box, out)
+        (start, stop), *others = box
+        places = [row_there(row, self._head_rows[key]) for row in range(start, stop)]
+        if not places:
+            return None
+        first = min(places)
+        rows = out.new_empty((max(places) + 1 - first, *out.shape[1:]))
+        self._read_stored(key, ((first, max(places) + 1), *others), rows)
+        out.copy_(rows[[place - first for place in places]])
+        return None
+
+    def _read_stored(self, key: str, box: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a tensor as the folder has it."""
         for chunk, info in self._chunks[key]:
             spans = [
                 (max(start, first), min(stop, first + size))
