@@ -47,11 +47,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp(folder: Path) -> tuple[Manifest, dict[str, list[tuple[Any, Any]]], Mapping[str, int]]:
-    """Return a folder's weights: the manifest; by key the chunks with their places in files; by key the rows of a head,
-    where rows are in pairs (`torchtitan.translate`).
+    """Return the manifest of a folder's weights, the chunks with their places in files, and the rows of heads, by key.
 
     The names are those of the saved model, without the section in which it was saved (``model.``), or ours for
-    torchtitan's Llama.
+    torchtitan's Llama. Only weights whose rows are in pairs have rows of heads, see `torchtitan.translate`.
 
     Raises:
         DamagedCheckpoint: a file is missing or shorter than its tensors, or the metadata cannot be understood.
