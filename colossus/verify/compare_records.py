@@ -15,6 +15,7 @@ class Comparison:
     Attributes:
         agree: kind -> number of values that agree, and their largest relative difference.
         differing: the values that differ, of the first kind in the first step that has any.
+        compared: all values of that kind in that step.
         cause: what explains all of them at once.
         place: lines about the first module whose output differs.
         steps: steps of both records.
@@ -23,6 +24,7 @@ class Comparison:
 
     agree: dict[str, tuple[int, float]] = field(default_factory=dict)
     differing: list[Difference] = field(default_factory=list)
+    compared: list[Difference] = field(default_factory=list)
     cause: str = ""
     place: list[str] = field(default_factory=list)
     steps: int = 0
@@ -47,6 +49,7 @@ def compare(run: Record, reference: Record, tolerance: float | None = None) -> C
             wrong = [item for item in differences if not item.relative <= item.bound]
             if wrong:
                 result.differing = wrong
+                result.compared = differences[::-1] if kind == "gradient" else differences  # in the order of the model
                 if kind in ("gradient", "loss"):
                     outputs = comparer.outputs()
                     result.place = outputs.first_that_differs(comparer.bound, run.world)

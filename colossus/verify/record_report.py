@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from colossus.arithmetic import counted, listed
 from colossus.verify.compare_records import Comparison, Difference, compare
+from colossus.verify.difference_picture import picture
 from colossus.verify.record_folder import Record, RecordError
 from colossus.verify.run_verify import AGREE, DIFFERENT, USAGE
 
@@ -67,6 +68,9 @@ def render(result: Comparison, run: Record, reference: Record) -> list[str]:
         lines = [f"AGREE: {of} over {counted(result.steps, 'step')}, up to rounding in {result.dtype}"]
     else:
         lines = _difference(result, of)
+        if rows := picture(result.compared):
+            kind = _KINDS[result.differing[0].kind][0]
+            lines += ["", f"{kind} by module, the worst of each; rounding explains what ends before |", *rows]
     lines += ["", f"{'agree':<20} {'number':>7}  largest difference"] if result.agree else []
     return lines + [
         f"{_KINDS[kind][0]:<20} {number:>7}  {largest:.2g}"
