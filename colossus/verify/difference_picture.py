@@ -16,8 +16,8 @@ _COLUMNS, _LOWEST, _HIGHEST = 40, -16, 2
 def picture(differences: Sequence[Difference]) -> list[str]:
     """Return a bar for each module, of the largest relative difference among its values, on a logarithmic scale.
 
-    Modules are named as deep as there is room for; where that tells too little, deeper, and the worst are shown. A ``|``
-    marks what rounding explains: bars that go beyond it are differences.
+    Modules are named as deep as there is room for; where that tells too little, deeper, and the worst are shown. A
+    ``|`` marks what rounding explains: bars that go beyond it are differences.
 
     Args:
         differences: all values of one kind in one step, in the order of the model.

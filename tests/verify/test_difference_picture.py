@@ -40,8 +40,8 @@ def test_names_are_as_deep_as_there_is_room_for() -> None:
         for part in ("up", "down")
     ]
     lines = picture([difference("embedding.weight", 1e-7), *of_parameters])
-    assert lines[0].startswith("blocks.")  # 41 modules at this depth, and only two above
-    assert [line for line in lines if "0.5" in line][0].startswith("blocks.30 ")
+    assert lines[1].startswith("blocks.0 ")  # 41 modules at this depth, and only two above
+    assert next(line for line in lines if "0.5" in line).startswith("blocks.30 ")
     assert lines[-1] == "and 17 more, which differ less"
     wide = picture([difference(f"layer{number}.weight", 1e-7 * number) for number in range(40)])
     assert len(wide) == 25
