@@ -121,6 +121,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("hf_loading", "MB above the weights"),
         ("moe", "experts over 4"),
         ("loaders --only tuples", "tuples, map, 2 workers"),
+        ("loaders --only packed", "packed rows"),
         ("kernels", "ring of 4, fp32, documents"),
         ("plans", "rank correlation over 4 plans"),
         ("restarts", "steps redone"),

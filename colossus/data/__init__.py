@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from colossus.data.documents.encoder import Text
     from colossus.data.documents.jsonl import Jsonl
     from colossus.data.documents.packed import Packed
+    from colossus.data.documents.row_source import BadRow, Piece, RowSource
+    from colossus.data.documents.tars import WebDataset
     from colossus.data.documents.text_rows import StdlibFiles, TextFiles
     from colossus.data.documents.token_documents import MegatronDocuments, PreparedDocuments, TokenFileDocuments
     from colossus.data.images import Digits
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from colossus.data.words import PythonStdlibWords
 
 __all__ = [
+    "BadRow",
     "BatchedDataset",
     "Chat",
     "Digits",
@@ -33,9 +36,11 @@ __all__ = [
     "Mix",
     "Packed",
     "Parquet",
+    "Piece",
     "PreparedDocuments",
     "PythonStdlib",
     "PythonStdlibWords",
+    "RowSource",
     "StdlibFiles",
     "Text",
     "TextFiles",
@@ -44,6 +49,7 @@ __all__ = [
     "TokenFileDocuments",
     "TokenWindows",
     "TooLittleData",
+    "WebDataset",
     "build_loaders",
     "collate_pairs",
 ]
@@ -51,6 +57,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "BadRow": "documents.row_source",
         "BatchedDataset": "tokens",
         "Chat": "documents.chat",
         "Digits": "images",
@@ -62,9 +69,11 @@ __getattr__, __dir__ = lazy_names(
         "Mix": "mix",
         "Packed": "documents.packed",
         "Parquet": "documents.columns",
+        "Piece": "documents.row_source",
         "PreparedDocuments": "documents.token_documents",
         "PythonStdlib": "text",
         "PythonStdlibWords": "words",
+        "RowSource": "documents.row_source",
         "StdlibFiles": "documents.text_rows",
         "Text": "documents.encoder",
         "TextFiles": "documents.text_rows",
@@ -73,6 +82,7 @@ __getattr__, __dir__ = lazy_names(
         "TokenFileDocuments": "documents.token_documents",
         "TokenWindows": "tokens",
         "TooLittleData": "tokens",
+        "WebDataset": "documents.tars",
         "build_loaders": "make_loaders",
         "collate_pairs": "text_pairs",
     },

@@ -62,7 +62,7 @@ class Mix(BatchedDataset):
         self.name, self._seed = f"Mix ({split})", seed
         self._lengths = np.array([len(source) for source in self.sources.values()])
         self._firsts = np.cumsum(self._lengths) - self._lengths
-        starts = {0: weights, **dict(sorted((changes or {}).items()))}
+        starts = {0: weights, **dict(sorted((int(start), own) for start, own in (changes or {}).items()))}
         #: first position of each part with its own weights, and places of a block for each source
         self._starts = np.array([*starts])
         self._counts = [_places(own, self.sources, start) for start, own in starts.items()]

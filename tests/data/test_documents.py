@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from colossus.data.documents.jsonl import Jsonl
 from colossus.data.documents.packed import make_documents
 from colossus.data.documents.prepare import prepared, preparing_with
 from colossus.data.documents.row_source import RowSource
+from colossus.data.documents.tars import WebDataset
 from colossus.data.documents.text_rows import StdlibFiles, TextFiles
 from colossus.data.documents.token_documents import MegatronDocuments, PreparedDocuments, TokenFileDocuments
 
@@ -91,6 +94,26 @@ def test_data_sets_of_hugging_face_are_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has the splits train, test: set split"):
         HuggingFaceDataset(tmp_path / "set")
     assert HuggingFaceDataset(whole).fingerprint != HuggingFaceDataset(whole.select(range(9))).fingerprint
+
+
+def test_tars_of_webdataset_are_rows(tmp_path: Path) -> None:
+    def write(members: dict[str, bytes]) -> WebDataset:
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name, content in members.items():
+                (tmp_path / "member").write_bytes(content)
+                tar.add(tmp_path / "member", name)
+        return WebDataset(tmp_path / "a.tar")
+
+    members = {"x/1.txt": b"eins", "x/1.json": b'{"n": 1}', "x/2.txt": b"zwei", "3.de.txt": b"drei"}
+    rows = [{"__key__": "x/1", "txt": "eins", "json": {"n": 1}}, {"__key__": "x/2", "txt": "zwei"}]
+    assert rows_of(write(members)) == [*rows, {"__key__": "3", "de.txt": "drei"}]
+    assert words(make_documents(Text(write({"1.txt": b"a", "2.txt": b"bc"}), key="txt"))) == ["a", "bc"]
+    with pytest.raises(ValueError, match=r"a\.tar, row 2: its txt cannot be read: 'utf-8' codec.*skip=\['broken'\]"):
+        make_documents(Text(write({"1.txt": b"a", "2.txt": b"\xff", "3.txt": b"b"}), key="txt"))
+    source = write(members)
+    source.files[0].write_bytes(source.files[0].read_bytes()[:700])
+    with pytest.raises(ValueError, match=r"a\.tar is damaged or cut off behind its row"):
+        rows_of(source)
 
 
 def test_files_are_documents(tmp_path: Path) -> None:
@@ -235,6 +258,15 @@ def test_several_processes_prepare_the_same(tmp_path: Path, cache: Path, monkeyp
         PreparedDocuments(folder)
     with pytest.raises(ValueError, match=r"has no documents\.json that can be read"):
         PreparedDocuments(tmp_path)
+
+
+def test_ranks_that_prepare_at_once_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, encoded, write = Text(Jsonl(write_rows(tmp_path / "x.jsonl", texts(50)))), [], prepare.write_piece
+    monkeypatch.setattr(prepare, "write_piece", lambda *arguments: encoded.append(1) or write(*arguments))
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(prepared, [encoder] * 4)]
+    assert len(encoded) == 1
+    assert all(words(documents) == words(results[0]) for documents in results)
 
 
 def test_a_cache_that_cannot_be_written_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,5 +15,6 @@ DOCUMENTS = Registry(
         "Text": "colossus.data.documents.encoder:Text",
         "TextFiles": "colossus.data.documents.text_rows:TextFiles",
         "TokenFileDocuments": "colossus.data.documents.token_documents:TokenFileDocuments",
+        "WebDataset": "colossus.data.documents.tars:WebDataset",
     },
 )

@@ -1,0 +1,72 @@
+"""Tar files in the form of WebDataset. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from colossus.data.documents.row_source import (
+    BadRow,
+    Piece,
+    Row,
+    RowSource,
+    fingerprint_of,
+    fingerprint_of_files,
+    matching_files,
+    of_files,
+)
+
+
+class WebDataset(RowSource):
+    """Tar files whose members with one name up to the first dot are a row: ``a/7.txt`` and ``a/7.json``.
+
+    A row has the members by their extensions (``txt``, ``json``), those that are JSON parsed, the others as text, and
+    ``__key__``, the name. A piece is a file, which may be compressed.
+
+    Args:
+        path: a file, a pattern such as ``"shards/*.tar"``, or a list of these.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
+        self.files = matching_files(path, "WebDataset")
+        self.name = f"WebDataset {of_files(self.files)}"
+        self.fingerprint = fingerprint_of("WebDataset", fingerprint_of_files(self.files))
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(str(file), 0, 1) for file in self.files]
+
+    def read(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
+        number, row, problem = 0, dict[str, Any](), ""
+        try:
+            with tarfile.open(piece.title, "r|*") as tar:
+                for member in tar:
+                    folder, _, file = member.name.rpartition("/")
+                    stem, _, extension = file.partition(".")
+                    content = tar.extractfile(member)
+                    if content is None or not extension:
+                        continue
+                    if (key := f"{folder}/{stem}".lstrip("/")) != row.get("__key__"):
+                        if row:
+                            yield number, BadRow("broken", problem) if problem else row
+                        number, row, problem = number + 1, {"__key__": key}, ""
+                    try:
+                        text = content.read()
+                        row[extension] = json.loads(text) if extension.endswith("json") else text.decode()
+                    except ValueError as error:
+                        problem = f"its {extension} cannot be read: {error}"
+        except (OSError, EOFError, tarfile.TarError) as error:
+            raise ValueError(f"{piece.title} is damaged or cut off behind its row {number:,}: {error}") from None
+        if row:
+            yield number, BadRow("broken", problem) if problem else row
+
+    def count(self) -> int:
+        return sum(1 for piece in self.pieces() for _ in self.read(piece))
+
+    def place(self, title: str, line: int) -> str:
+        return f"{title}, row {line:,}"
