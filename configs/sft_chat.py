@@ -21,7 +21,7 @@ _TEMPLATE = """\
 class DocumentedFunctions(RowSource):
     """Chats of one question, the head of a function, and its answer, the first paragraph of its docstring."""
 
-    def __init__(self, most: int = 200) -> None:
+    def __init__(self, most: int = 250) -> None:
         self.files, self.most = StdlibFiles(), most
         self.name, self.fingerprint = "DocumentedFunctions", f"1 {most} {self.files.fingerprint}"
 
@@ -63,4 +63,4 @@ _chats = dict(type="Chat", source=dict(type=DocumentedFunctions), template=_TEMP
 data = dict(type="Packed", source=_chats, long="skip")
 optimizer = dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 lr_schedule = dict(type="cosine", warmup_steps=20, min_ratio=0.05)
-train = dict(steps=150, global_batch_size=16, clip_grad_norm=1.0, eval_every=50, seed=0)
+train = dict(steps=200, global_batch_size=16, clip_grad_norm=1.0, eval_every=50, seed=0)

@@ -24,11 +24,15 @@ from helpers.chat_templates import (
     TOOLS,
 )
 from helpers.documents import write_rows
+from helpers.hf_folders import LLAMA, make_folder
 from helpers.tokenizer import TEXT
 
+from colossus.config import load_config
 from colossus.data.documents.chat import Chat
 from colossus.data.documents.chat_template import ChatTemplate, NoChat, NoSpans
 from colossus.data.documents.packed import NO_LABEL, Packed, make_documents
+from colossus.data.tokenizer import load_tokenizer
+from colossus.launch.checks import check_data
 
 pytest.importorskip("transformers")
 
@@ -174,6 +178,29 @@ def test_labels_are_the_assistants_tokens_and_loss_is_nowhere_else(tmp_path: Pat
     )
     with pytest.raises(ValueError, match=r"x\.jsonl, line 1: a document of \d+ tokens is longer than a row of 100"):
         Packed(chats, 100, validation_fraction=0)
+
+
+def test_the_model_folders_tokenizer_and_template_are_those_of_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "llama", dict(LLAMA, vocab_size=410, max_position_embeddings=128))
+    folder_of(tmp_path, CHATML, {"eos_token": "<|im_end|>"}, ["<|im_start|>", "<|im_end|>"]).joinpath(
+        "tokenizer.json"
+    ).rename("llama/tokenizer.json")
+    Path("model/tokenizer_config.json").rename("llama/tokenizer_config.json")
+    write_rows(Path("x.jsonl"), [{"messages": CHAT}] * 40)
+    chats = dict(type="Chat", source=dict(type="Jsonl", path="x.jsonl"))
+    config = dict(model=dict(type="hf", path="llama"), data=dict(type="Packed", source=chats))
+    config["train"] = dict(steps=1, global_batch_size=2)
+    loaders = check_data(load_config(config))
+    assert loaders is not None
+    assert loaders.validation is not None
+    assert loaders.tokenizer is not None
+    decode = load_tokenizer(loaders.tokenizer.content, "").decode
+    for batch in (next(loaders.train), *loaders.validation):
+        answers = decode(batch["labels"][batch["labels"] != NO_LABEL].tolist(), skip_special_tokens=False)
+        assert answers.replace("Two.<|im_end|>Three.<|im_end|>", "") == ""
 
 
 BAD = [

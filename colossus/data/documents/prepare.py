@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -130,6 +131,11 @@ def _encode(encoder: Encoder, jobs: list[tuple[Piece, Path]], processes: int) ->
             try:
                 for future in as_completed(futures):
                     tell(future.result())
+            except BrokenProcessPool:
+                raise ValueError(
+                    "a process that prepares documents was killed, perhaps for its memory; what is done is kept: go on "
+                    "with fewer --processes"
+                ) from None
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
