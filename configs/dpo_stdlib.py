@@ -2,7 +2,7 @@
 
     colossus launch configs/dpo_stdlib.py
     colossus launch configs/gpt_stdlib.py model.seq_len=256 --run-dir runs/gpt
-    colossus launch configs/dpo_stdlib.py checkpoint.weights=runs/gpt    # from a model that has learnt the text
+    colossus launch configs/dpo_stdlib.py checkpoint.weights=runs/gpt optimizer.lr=2e-4    # from a model of the text
 
 The reference has the weights with which the model begins. ``margin`` is the mean over held-out pairs of beta times the
 margin, ``accuracy`` the part of pairs whose margin is positive. Any plan trains the same model.
@@ -70,4 +70,5 @@ model = dict(
 data = dict(type=FunctionPairs, collate_fn=collate_pairs)
 optimizer = dict(type="AdamW", lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
 lr_schedule = dict(type="cosine", warmup_steps=10, min_ratio=0.1)
+checkpoint = dict(every=60)
 train = dict(steps=60, global_batch_size=16, clip_grad_norm=1.0, eval_every=20, eval_batches=8, log_every=10, seed=0)
