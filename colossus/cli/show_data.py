@@ -31,8 +31,8 @@ def render_data(config: Config, first: int, count: int, *, in_colour: bool) -> I
     yield from _tree(dataset)
     if callable(epochs := getattr(dataset, "epochs", None)):
         by_name = epochs(BatchSizes(config.train.global_batch_size, config.train.batch_ramp).before(config.train.steps))
-        told = ", ".join(f"{count:.2f} of {name}" for name, count in by_name.items())
-        yield f"epochs after {config.train.steps:,} steps: {told}"
+        by_source = ", ".join(f"{count:.2f} of {name}" for name, count in by_name.items())
+        yield f"epochs after {config.train.steps:,} steps: {by_source}"
     if not 0 <= first < len(dataset):
         raise ConfigError(f"--from {first}: the training data has the rows 0 to {len(dataset) - 1}")
     for number in range(first, min(first + count, len(dataset))):

@@ -153,9 +153,9 @@ def test_tokens_of_the_spans_are_trained_on(tmp_path: Path, name: str) -> None:
     source = dict(type="Jsonl", path=write_rows(tmp_path / "x.jsonl", [{"messages": CHAT}]))
     encoder = Chat(source, tokenizer=folder)
     documents: Any = make_documents(encoder)
-    found = trained_text(documents, 0, lambda ids: encoder.library().decode(ids.tolist(), skip_special_tokens=False))
+    text = trained_text(documents, 0, lambda ids: encoder.library().decode(ids.tolist(), skip_special_tokens=False))
     # a token may begin with the white space before a span, or end with that behind it
-    assert re.sub(r"\s*([«»])\s*", r"\1", found) == re.sub(r"\s*([«»])\s*", r"\1", written.text)
+    assert re.sub(r"\s*([«»])\s*", r"\1", text) == re.sub(r"\s*([«»])\s*", r"\1", written.text)
     in_bytes: Any = make_documents(Chat(source, template=written.template, variables=written.special_tokens))
     assert trained_text(in_bytes, 0, lambda ids: bytes(ids.tolist()).decode()) == written.text
 

@@ -101,8 +101,8 @@ def test_splits_share_no_document_and_have_all() -> None:
 def test_long_documents_are_cut_refused_or_left_out() -> None:
     lengths = [5, 20, 6, 19]
     assert Packed(Documents(lengths), 8, validation_fraction=0).num_documents == 4
-    left = Packed(Documents(lengths), 8, long="skip", validation_fraction=0)
-    assert (left.num_documents, left.num_long) == (2, 2)
+    short = Packed(Documents(lengths), 8, long="skip", validation_fraction=0)
+    assert (short.num_documents, short.num_long) == (2, 2)
     with pytest.raises(
         ValueError, match=r"document 1: a document of 20 tokens is longer than a row of 8, and 1 others"
     ):

@@ -76,14 +76,15 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
                 room = size
                 own = num_rows + np.arange(-(-len(pieces) // (size // length)))
                 num_rows += len(own)
-            each = room // length  # a row that the first of them fits best fits the next best, too
-            used = -(-len(pieces) // each)
+            per_row = room // length  # a row that the first of them fits best fits the next best, too
+            used = -(-len(pieces) // per_row)
             here, unused = own[:used], own[used:]
-            count = min(len(pieces), used * each, len(here) * each)
-            row_of[pieces[:count]] = np.repeat(here, each)[:count]
+            count = min(len(pieces), used * per_row, len(here) * per_row)
+            row_of[pieces[:count]] = np.repeat(here, per_row)[:count]
             pieces = pieces[count:]
-            last = count - (len(here) - 1) * each
-            for rows, rest in ((unused, room), (here[:-1], room - each * length), (here[-1:], room - last * length)):
+            last = count - (len(here) - 1) * per_row
+            rests = (unused, room), (here[:-1], room - per_row * length), (here[-1:], room - last * length)
+            for rows, rest in rests:
                 if len(rows) and rest:
                     with_room.setdefault(rest, []).append(rows)
                     rooms |= 1 << rest
