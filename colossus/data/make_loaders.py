@@ -200,9 +200,15 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         device: device of the batches.
 
     Raises:
-        ValueError: see `build_loaders`.
+        ValueError: see `build_loaders`; or the loss takes pairs, and the data has none.
     """
     options, train = model_options(config), config.train
+    is_ours = isinstance(data, Named) and isinstance(data.type, str)  # of which none has pairs by itself
+    if is_ours and getattr(options, "counted", "") == "pairs" and data.options.get("collate_fn") is None:
+        raise ValueError(
+            f"model.objective compares the two texts of a pair, but rows of {data.type} are single texts: take a "
+            f"dataset with samples [2, tokens], and data.collate_fn = colossus.data.collate_pairs"
+        )
     return build_loaders(
         data.spec() if hasattr(data, "spec") else data,
         seed=train.seed,

@@ -156,6 +156,11 @@ class Decoder(Transformer[DecoderOptions]):
         objective has its own loss (`colossus.models.tuning_options`).
         """
         if self._objective is not None:
+            if self.options.counted == "pairs" and self.parallel.batch_info.sample_step > 1:
+                raise ValueError(
+                    "train.samples_interact takes samples of a microbatch from all of the batch, and so parts the two "
+                    "texts of a pair: leave it out, or set schedule.microbatches=1"
+                )
             return self._objective(logits, batch)
         o = self.options
         entropy = partial(cross_entropy, label_smoothing=o.label_smoothing, z_loss=o.z_loss)

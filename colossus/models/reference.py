@@ -44,6 +44,11 @@ def make_reference(model: Any, wanted: ReferenceOptions) -> Any:
             f"the reference has a vocabulary of {reference.options.vocab_size}, the model one of "
             f"{model.options.vocab_size}: they are compared word by word, so both need the same tokenizer"
         )
+    if not reference.options.is_rotary and reference.options.seq_len < model.options.seq_len:
+        raise ValueError(
+            f"the reference has learnt {reference.options.seq_len} positions, fewer than the model's seq_len = "
+            f"{model.options.seq_len}: it cannot read the same texts"
+        )
     reference.is_reference = True
     record_full_order(reference)
     return reference.requires_grad_(False).eval()

@@ -50,6 +50,8 @@ class WordsOptions(GPTOptions):
             ("label_smoothing", "a sampled softmax has no logits of all words"),
             ("z_loss", "a sampled softmax has no log-partition of all words"),
             ("mtp_weight", "a sampled softmax has no logits of further words"),
+            ("loss_chunk", "a sampled softmax has few logits"),
+            ("objective", "a sampled softmax has its own loss"),
         ):
             if getattr(self, key):
                 problems.append(f"model.{key} = {getattr(self, key)!r}: {why}; leave it out")

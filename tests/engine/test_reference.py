@@ -28,7 +28,7 @@ def config_of(model: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any
     train = dict(steps=4, global_batch_size=8, precision="fp64", seed=3, **more.pop("train", {}))
     checkpoint = dict(dir=str(folder), **more.pop("checkpoint", {}))
     return dict(
-        model=dict(SIZES, type="GPT", **model), optimizer=dict(lr=1e-2), train=train, checkpoint=checkpoint,
+        model={**SIZES, "type": "GPT", **model}, optimizer=dict(lr=1e-2), train=train, checkpoint=checkpoint,
         device="cpu", **more,
     )  # fmt: skip
 
@@ -168,12 +168,25 @@ def test_dropout_is_not_in_the_reference(tmp_path: Path) -> None:
         (dict(objective=dict(type="dop")), "distillation"),
         (dict(DPO, reference=dict(parallel=dict(data=2))), "runs under the plan of the model"),
         (dict(DPO, reference=dict(adapters_off=True), dropout=0.1), "dropout"),
+        (dict(DPO, type="WordsLM"), "a sampled softmax has its own loss"),
+        (dict(type="WordsLM", loss_chunk=8), "few logits"),
         (dict(DPO, reference=dict(adapters_off=True, weights="x")), "already"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_a_start(model: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(config_of(model, tmp_path))
+
+
+def test_pairs_that_would_be_parted_are_refused(tmp_path: Path) -> None:
+    texts = config_of(DPO, tmp_path, data=dict(type="PythonStdlib"))
+    with pytest.raises(ValueError, match="rows of PythonStdlib are single texts"):
+        colossus.initialize(texts)
+    parted = config_of(DPO, tmp_path, schedule=dict(microbatches=2), train=dict(samples_interact=True))
+    engine = colossus.initialize(parted)
+    with pytest.raises(ValueError, match="parts the two texts of a pair"):
+        engine.train_step(rows_of(engine, 0))
+    engine.close()
 
 
 def test_a_missing_reference_is_told(tmp_path: Path) -> None:
@@ -183,6 +196,8 @@ def test_a_missing_reference_is_told(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(ValueError, match="a vocabulary of 60"):
         colossus.initialize(config_of(dict(DPO, reference=dict(model=dict(vocab_size=60))), tmp_path))
+    with pytest.raises(ValueError, match="has learnt 8 positions"):
+        colossus.initialize(config_of(dict(DPO, reference=dict(model=dict(seq_len=8))), tmp_path))
 
 
 def test_log_probabilities_in_the_data_are_as_good_as_the_reference(tmp_path: Path) -> None:
