@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from colossus.planner.model_layouts import ModelLayout
@@ -44,6 +45,26 @@ def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayo
         if rank[1] < float("inf") and (kind not in best or rank < best[kind][0]):
             best[kind] = rank, layout
     return [layout for _, layout in best.values()] or [*every[:_FEW]]
+
+
+def kind_of(layout: ModelLayout) -> tuple[str, bool, str | None]:
+    """Return a key of layouts whose seconds exceed the closed form by about the same factor."""
+    tensor = layout.tensor
+    return tensor.mode, tensor.size > 1 and not tensor.sequence_sharded, layout.sequence.mode
+
+
+def one_of_each_mode(some: Iterable[ModelLayout], likely: Callable[[ModelLayout], float]) -> list[ModelLayout]:
+    """Return layouts with the likeliest of each mode of tensor parallelism first, then the second of each, and so on.
+
+    The closed forms are nearer to each other within a mode than between modes: without this the variants of one mode
+    would be all that is tried.
+    """
+    before: Counter[str] = Counter()
+    places: list[tuple[int, ModelLayout]] = []
+    for layout in sorted(some, key=likely):
+        places.append((before[layout.tensor.mode], layout))
+        before[layout.tensor.mode] += 1
+    return [layout for _, layout in sorted(places, key=lambda place: place[0])]
 
 
 def recomputed(layout: ModelLayout, every: Sequence[ModelLayout]) -> list[ModelLayout]:

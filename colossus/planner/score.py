@@ -24,7 +24,7 @@ from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.time_split import block_seconds
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import SCHEDULES
-from colossus.schedule.actions import LAST_USE, Action, Actions, in_flight, placement
+from colossus.schedule.actions import COMPUTE, LAST_USE, Action, Actions, in_flight, placement
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,14 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
 
 
 def _seconds(config: Config, lines: list[RankTimeline]) -> float:
-    slowest, behind = 0.0, 0.0
+    slowest = last = behind = 0.0
     for line in lines:
-        microbatch = last = 0.0
-        for action in _of_last_microbatch(line.stages):
-            cost = line.cost(action)
-            microbatch += cost.until_done
-            last = max(last, cost.until_sent - cost.until_done)
-        slowest, behind = max(slowest, microbatch), max(behind, last)
+        actions = _of_last_microbatches(line.stages)
+        own = [sum(map(line.seconds, microbatch)) for microbatch in actions]
+        slowest, last = max(slowest, own[0]), max(last, own[-1])
+        behind = max(behind, *(cost.until_sent - cost.until_done for cost in map(line.cost, actions[-1])))
     begin, end = max(line.begin for line in lines), max(line.end for line in lines)
-    return begin + slowest * _microbatches(config) + behind + end
+    return begin + slowest * (_microbatches(config) - 1) + last + behind + end
 
 
 def seconds_of_microbatch(profile: LayoutProfile, player: TracePlayer) -> float:
@@ -107,11 +105,14 @@ def _share_of_wait(config: Config) -> float:
     return {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(kind, 1.0)
 
 
-def _of_last_microbatch(stages: RankStages) -> list[Action]:
-    """Return the computing actions of a rank's last microbatch, during which gradients are reduced."""
-    last = max(action.microbatch for action in stages.actions if action.kind == "forward")
-    kinds = ("forward", "backward", "backward_input", "backward_weight")
-    return [action for action in stages.actions if action.kind in kinds and action.microbatch == last]
+def _of_last_microbatches(stages: RankStages) -> list[list[Action]]:
+    """Return the computing actions of a rank's last microbatch but one, if there is one, and of the last one.
+
+    A microbatch waits for gradients that are reduced after each; the rest is reduced beside the last.
+    """
+    count = 1 + max(action.microbatch for action in stages.actions if action.kind == "forward")
+    computing = [action for action in stages.actions if action.kind in COMPUTE]
+    return [[action for action in computing if action.microbatch == number] for number in range(count)[-2:]]
 
 
 def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:

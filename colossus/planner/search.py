@@ -10,8 +10,10 @@ same plans on every machine.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from colossus.planner.candidates import Candidate, fully_sharded, plans, represe
 from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
-from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed
+from colossus.planner.layout_order import first_of_each_kind, kind_of, neighbours, one_of_each_mode, recomputed
 from colossus.planner.layout_scores import LayoutScores
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, are_alike
@@ -31,9 +33,8 @@ from colossus.planner.search_result import SearchResult
 from colossus.planner.usual_plans import UsualPlan, usual_plans
 from colossus.progress import progress
 
-#: the most layouts scored at first; rounds of neighbours, the best layouts that they are neighbours of, and the most
-#: layouts scored for each
-_FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 3
+#: the most layouts scored at first; rounds of neighbours; the most neighbours of the best layout, the second, ..
+_FIRST, _ROUNDS, _MORE = 10, 2, (4, 1, 1)
 #: a layout is likely to fit if the lower bound of its memory is at most this part of a device's
 _FULL = 0.85
 #: visited layouts after which the least of their slowdowns is expected of further ones
@@ -85,8 +86,6 @@ class _Search:
         self._nodes: dict[ModelLayout, LayoutScores] = {}
         self._visited: set[ModelLayout] = set()
         self._likely_of: dict[ModelLayout, float] = {}
-        #: seconds of the best plan of each visited layout over its likely seconds
-        self._slowdowns: list[float] = []
         #: (bytes, number, layout) for each layout: the least memory that its plans may need
         self._least_memory: list[tuple[float, int, ModelLayout]] = []
         #: the best plan of each usual kind, or the one that exceeds the memory least
@@ -161,32 +160,51 @@ class _Search:
                 self._usual[kind.name] = min(too_large, key=_number)[1]
 
     def _score_layouts(self) -> None:
-        self._visit(first_of_each_kind(self._every, self._likely), _FIRST)
+        self._visit(sorted(first_of_each_kind(self._every, self._likely), key=self._likely), _FIRST)
         for _ in range(_ROUNDS):
-            best = sorted(self._nodes.values(), key=lambda node: node.seconds)[:_BEST_LAYOUTS]
-            near = dict.fromkeys(other for node in best for other in neighbours(node.layout, self._every))
-            self._visit([*near], _MORE)
+            best = sorted(self._nodes.values(), key=lambda node: node.seconds)
+            for node, most in zip(best, _MORE, strict=False):
+                near = neighbours(node.layout, self._every)
+                self._visit(one_of_each_mode(near, self._expected), most)
 
     def _visit(self, some: Sequence[ModelLayout], most: int) -> None:
-        """Score the plans of at most ``most`` new layouts, the likely ones first."""
-        new = [
-            (self._likely(layout), number, layout) for number, layout in enumerate(some) if layout not in self._visited
-        ]
+        """Score the plans of at most ``most`` new layouts, in this order."""
         visited = 0
-        for likely, _, layout in sorted(new, key=lambda numbered: numbered[:2]):
-            seconds = likely * (min(self._slowdowns) if len(self._slowdowns) >= _ENOUGH else 1.0)
-            if visited == most or seconds == float("inf") or seconds > self._most_seconds():
+        for layout in some:
+            if visited == most:
                 break
+            expected = self._expected(layout)
+            if layout in self._visited or expected == float("inf") or expected > self._most_seconds():
+                continue
             self._visited.add(layout)
             node = self._node(layout)
-            if not node.candidates:
+            if not node.candidates or self._is_behind(node):
                 continue
             visited += 1
             progress(f"layout {len(self._visited)}: {describe_plan(node.candidates[0].config)}")
-            if node.score_likely(node.candidates, self._most_seconds) < float("inf") and likely:
-                self._slowdowns.append(node.seconds / likely)
+            node.score_likely(node.candidates, self._most_seconds)
             if node.too_large and layout.activation_checkpoint.type == "none":  # memory leaves small microbatches
                 self._visit(recomputed(layout, self._every), 1)
+
+    def _expected(self, layout: ModelLayout) -> float:
+        """Return the likely seconds of a layout, times the least slowdown of the visited ones, of its kind if any are."""
+        by_kind: dict[Any, list[float]] = defaultdict(list)
+        for node in self._nodes.values():
+            if node.seconds < float("inf") and (likely := self._likely(node.layout)):
+                by_kind[kind_of(node.layout)].append(node.seconds / likely)
+        every = [slowdown for own in by_kind.values() for slowdown in own]
+        least = min(by_kind[kind_of(layout)], default=min(every) if len(every) >= _ENOUGH else 1.0)
+        return self._likely(layout) * least
+
+    def _is_behind(self, node: LayoutScores) -> bool:
+        """Return whether the recording of the same layout with less recomputation shows that all plans are too slow."""
+        if node.layout.activation_checkpoint.type == "none":
+            return False
+        for other in self._nodes.values():
+            less = dataclasses.replace(node.layout, activation_checkpoint=other.layout.activation_checkpoint)
+            if other.is_recorded and less == other.layout and other.layout.activation_checkpoint.type == "none":
+                return other.least_seconds_of(node) > self._most_seconds()
+        return False
 
     def _likely(self, layout: ModelLayout) -> float:
         """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
