@@ -5,7 +5,7 @@ The space of plans, on top of the space of layouts (`model_layouts`):
 - pipelines of any size, by 1F1B, interleaved with 2, 4, 8, .. chunks, ZB-H1 and ZB-V (GPipe is never faster than 1F1B,
   and holds more);
 - every number of microbatches of at most `MOST_TOKENS` tokens on a rank, or of the fewest samples that can be split;
-- ZeRO of every stage, over all data ranks or over those of a host, and with stage 3 every scope of weights.
+- ZeRO of every stage, over all data ranks, half of them or those of a host, and with stage 3 every scope of weights.
 
 Other keys stay as in the config. So does a schedule class or a data-parallel strategy that the config names.
 """
@@ -215,7 +215,7 @@ def _with_zero(fixed: FixedKeys, parallel: Parallel, options: Any, per_host: int
         forms = [options.zero_of(parallel) if zero.stage and options is not None else zero]
     else:
         stages = range(4) if data * parallel.sequence.size > 1 or "parallel.zero.stage" in fixed.keys else range(1)
-        shards = [zero.shard] if "parallel.zero.shard" in fixed.keys else [None, _shard_of_host(parallel, per_host)]
+        shards = [zero.shard] if "parallel.zero.shard" in fixed.keys else [None, *_shards(parallel, per_host)]
         forms = [
             zero.model_copy(update={"stage": stage, "shard": shard if stage else None})
             for stage in stages
@@ -230,14 +230,16 @@ def _with_zero(fixed: FixedKeys, parallel: Parallel, options: Any, per_host: int
             yield parallel.model_copy(update={"zero": form, "tensor": tensor})
 
 
-def _shard_of_host(parallel: Parallel, per_host: int) -> int | None:
-    """Return the most data ranks of one host that can share a copy; None if these are all data ranks, or one."""
+def _shards(parallel: Parallel, per_host: int) -> list[int]:
+    """Return the data ranks that share a copy in HSDP: the most of one host, and half of all over several hosts."""
     order, data = parallel.rank_order, parallel.data or 1
     inner = order[order.index("data") + 1 :]
     between = math.prod(getattr(parallel, axis).size for axis in inner)
     experts = expert_factor(data, parallel.sequence.size, parallel.expert.size)
-    fits = [size for size in divisors(data) if size * between <= per_host and size % experts == 0]
-    return fits[-1] if fits and 1 < fits[-1] < data else None
+    fits = [size for size in divisors(data)[1:-1] if size % experts == 0]
+    of_host = [size for size in fits if size * between <= per_host]
+    halves = [size for size in fits if size * between > per_host and 2 * size == data]
+    return [*of_host[-1:], *halves]
 
 
 # -- overrides ------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ same plans on every machine.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import heapq
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from colossus.arithmetic import counted
@@ -41,6 +43,8 @@ _FULL = 0.85
 _ENOUGH = 4
 #: the fewest plans that are estimated, and how many beyond those of the result
 _FEWEST, _SPARE = 10, 4
+#: plans of a usual kind that are estimated to find one that fits
+_TRIES = 3
 #: layouts, and plans of each, whose memory is predicted if no plan fits
 _SMALLEST = 4
 
@@ -92,14 +96,20 @@ class _Search:
         self._usual: dict[str, Candidate] = {}
         #: (bytes, plan) of plans whose score fits, but whose estimate does not
         self._too_large: list[tuple[float, Candidate]] = []
+        #: estimates of plans by their overrides
+        self._estimated: dict[tuple[str, ...], PlanEstimate] = {}
         self._refusals: list[ConfigError] = []
 
     def run(self, usual: bool) -> SearchResult:
+        with _rare_garbage():
+            return self._run(usual)
+
+    def _run(self, usual: bool) -> SearchResult:
         began, stopped = time.monotonic(), False
         try:
             self._every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
             for kind in usual_plans(self._devices // self._hosts):
-                self._score_usual(kind)
+                self._score_usual(kind, exact=usual)
             self._score_layouts()
         except KeyboardInterrupt:
             stopped = True
@@ -114,16 +124,14 @@ class _Search:
         least = None
         if not estimates and nearest is not None and not stopped:
             least = self._estimator.estimate(nearest[1].config, nearest[1].overrides)
-        named = {} if stopped or not usual else self._estimates_of_usual(estimates)
+        named = {}
+        if usual and not stopped:
+            named = {name: estimate for name, own in self._usual.items() if (estimate := self._estimate(own))}
         progress("")
         if not estimates and least is None and not stopped:
             raise self._no_plan_error()
         tried = sum(len(node.every) for node in self._nodes.values())
         return SearchResult(estimates[: self._top], tried, least, time.monotonic() - began, stopped, named)
-
-    @property
-    def _best(self) -> float:
-        return min((node.seconds for node in self._nodes.values()), default=float("inf"))
 
     def _most_seconds(self) -> float:
         """Return the seconds from which on a plan would not be estimated, as there are enough better ones."""
@@ -133,8 +141,8 @@ class _Search:
 
     # -- layouts --------------------------------------------------------------------------------------------
 
-    def _score_usual(self, kind: UsualPlan) -> None:
-        """Score the plans of a usual kind, with the least recomputation that fits."""
+    def _score_usual(self, kind: UsualPlan, *, exact: bool) -> None:
+        """Score the plans of a usual kind, with the least recomputation that fits; by their estimates if ``exact``."""
         smallest: tuple[LayoutScores, list[Candidate]] | None = None
         for layout in kind.layouts(self._every, self._devices // self._hosts):
             node = self._node(layout)
@@ -143,15 +151,17 @@ class _Search:
                 continue
             smallest = node, own
 
-            def best(node: LayoutScores = node) -> tuple[float, Candidate | None]:
+            def scored(node: LayoutScores = node) -> list[tuple[float, Candidate]]:
                 mine = (entry for entry in node.scored if kind.allows(entry[1].config.parallel))
-                return min(mine, key=_number, default=(float("inf"), None))
+                return sorted(mine, key=_number)
 
-            node.score_likely([own for own in node.candidates if kind.allows(own.config.parallel)], lambda: best()[0])
-            candidate = best()[1]
-            if candidate is not None:
-                self._usual[kind.name] = candidate
-                return
+            likely = [own for own in node.candidates if kind.allows(own.config.parallel)]
+            node.score_likely(likely, lambda: min(map(_number, scored()), default=float("inf")))
+            for _, candidate in scored()[:_TRIES]:
+                estimate = self._estimate(candidate) if exact else None
+                if not exact or (estimate is not None and estimate.memory.fullest.total <= self._memory):
+                    self._usual[kind.name] = candidate
+                    return
         if smallest is not None:
             node, own = smallest
             node.score_smallest(own, 1)
@@ -227,36 +237,36 @@ class _Search:
 
     def _estimates(self) -> list[PlanEstimate]:
         """Estimate the plans with the best scores, and return those that fit, the best first."""
-        scored = sorted((entry for node in self._nodes.values() for entry in node.scored), key=_number)
+        scored = [(*entry, node.layout) for node in self._nodes.values() for entry in node.scored]
         estimates: list[PlanEstimate] = []
+        listed: set[Any] = set()
         most = max(self._top, _FEWEST)  # also for a short list: a worse score may turn out to be the better plan
-        for seconds, candidate in scored:
+        for seconds, candidate, layout in sorted(scored, key=_number):
             if len(estimates) >= most and seconds > 1.05 * sorted(plan.seconds for plan in estimates)[most - 1]:
                 break
             if len(estimates) >= most + _SPARE:
                 break
-            try:
-                estimate = self._estimator.estimate(candidate.config, candidate.overrides)
-            except ConfigError as error:
-                self._refusals.append(error)
+            key = layout, candidate.all_but_zero, f"{seconds:.3g}"  # forms of ZeRO that take as long
+            estimate = None if key in listed else self._estimate(candidate)
+            if estimate is None:
                 continue
             if estimate.memory.fullest.total > self._memory:
                 self._too_large.append((estimate.memory.fullest.total, candidate))
             elif not any(are_alike(estimate, other) for other in estimates):
                 estimates.append(estimate)
+                listed.add(key)
         return sorted(estimates, key=lambda plan: plan.seconds)
 
-    def _estimates_of_usual(self, estimates: Sequence[PlanEstimate]) -> dict[str, PlanEstimate]:
-        """Return the estimates of the usual plans by their names."""
-        by_overrides = {estimate.overrides: estimate for estimate in estimates}
-        named: dict[str, PlanEstimate] = {}
-        for name, candidate in self._usual.items():
-            estimate = by_overrides.get(candidate.overrides)
+    def _estimate(self, candidate: Candidate) -> PlanEstimate | None:
+        """Return the estimate of a plan, None if it is refused."""
+        if candidate.overrides not in self._estimated:
             try:
-                named[name] = estimate or self._estimator.estimate(candidate.config, candidate.overrides)
+                estimate = self._estimator.estimate(candidate.config, candidate.overrides)
             except ConfigError as error:
                 self._refusals.append(error)
-        return named
+                return None
+            self._estimated[candidate.overrides] = estimate
+        return self._estimated[candidate.overrides]
 
     def _no_plan_error(self) -> ConfigError:
         refusals = [*self._refusals, *(error for node in self._nodes.values() for error in node.refusals)]
@@ -271,5 +281,16 @@ class _Search:
         )
 
 
-def _number(entry: tuple[float, Any]) -> float:
+@contextmanager
+def _rare_garbage() -> Iterator[None]:
+    """Look for cycles of garbage rarely inside the context: recordings make many objects, and passes cost a sixth."""
+    before = gc.get_threshold()
+    gc.set_threshold(20_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _number(entry: tuple[float, *tuple[Any, ...]]) -> float:
     return entry[0]

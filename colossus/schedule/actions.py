@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal[
     "forward",
@@ -84,29 +84,41 @@ class Action:
 Actions = list[list[Action]]
 
 
-def needs(action: Action, last_stage: int) -> Iterator[Action]:
-    """Yield the compute actions, of any rank, that must be done before a compute action or a send.
+class Value(NamedTuple):
+    """What a compute action makes for others: a stage's output, or the gradient of its input.
 
-    The action that makes the gradient of a stage's input is always called ``backward``, also where the list splits it
-    (see `made_by`). Actions of other kinds need nothing.
+    Attributes:
+        kind: ``forward`` or ``backward``.
+        stage, microbatch: those of the action.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def needs(action: Action, last_stage: int) -> tuple[Value, ...]:
+    """Return the values, made on any rank, that must be there before a compute action or a send.
+
+    Actions of other kinds need nothing.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == "forward":
-        if stage > 0:
-            yield Action("forward", stage - 1, microbatch)
-    elif kind in INPUT_GRADIENT:
-        yield Action("forward", stage, microbatch)
-        if stage < last_stage:
-            yield Action("backward", stage + 1, microbatch)
-    elif kind == "send_activation":
-        yield Action("forward", stage, microbatch)
-    elif kind in ("backward_weight", "send_gradient"):
-        yield Action("backward", stage, microbatch)
+        return (Value("forward", stage - 1, microbatch),) if stage > 0 else ()
+    if kind in INPUT_GRADIENT:
+        own = Value("forward", stage, microbatch)
+        return (own, Value("backward", stage + 1, microbatch)) if stage < last_stage else (own,)
+    if kind == "send_activation":
+        return (Value("forward", stage, microbatch),)
+    if kind in ("backward_weight", "send_gradient"):
+        return (Value("backward", stage, microbatch),)
+    return ()
 
 
-def made_by(action: Action) -> Action:
-    """Return a compute action under the name that `needs` gives it: ``backward`` for a ``backward_input``."""
-    return Action("backward", action.stage, action.microbatch) if action.kind == "backward_input" else action
+def made_by(action: Action) -> Value:
+    """Return the value that a compute action makes; that of ``backward_weight`` is needed by no other."""
+    kind = "backward" if action.kind == "backward_input" else action.kind
+    return Value(kind, action.stage, action.microbatch)
 
 
 def placement(actions: Actions) -> dict[int, int]:

@@ -89,6 +89,7 @@ def complete(actions: Actions) -> Actions:
     A stage's gradients are reduced as soon as they are complete, to overlap with the actions that follow.
     """
     rank_of = placement(actions)
+    last_stage = max(rank_of)
     spans = play(actions, lambda action: _TIMES[action.kind])
     made_at = {made_by(span.action): span.end for own in spans for span in own}
     # for each rank, its actions with their places in the common order: (time, whether it computes, ...), so that
@@ -102,7 +103,7 @@ def complete(actions: Actions) -> Actions:
             events[rank].append(((span.start, True, False, index, False, 0), action))
             if last_of_stage.get(action.stage) == index:
                 events[rank].append(((span.end, True, False, index, False, 0), Action("reduce", action.stage)))
-            for need in needs(action, max(rank_of)):
+            for need in needs(action, last_stage):
                 if rank_of[need.stage] == rank:
                     continue
                 kind: Kind = "receive_activation" if need.kind == "forward" else "receive_gradient"

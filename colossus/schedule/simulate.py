@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from colossus.schedule.actions import (
     COMPUTE,
@@ -17,6 +18,7 @@ from colossus.schedule.actions import (
     TRANSFERS,
     Action,
     Actions,
+    Value,
     in_flight,
     made_by,
     needs,
@@ -27,8 +29,7 @@ from colossus.schedule.actions import (
 Duration = Callable[[Action], float]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An action with its start and end, in the unit of the durations."""
 
     action: Action
@@ -128,8 +129,11 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
     has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
     spans: list[list[Span]] = [[] for _ in actions]
     now = [0.0] * len(actions)
-    #: (action that made a value, rank) -> the time from which the value is on that rank
-    available: dict[tuple[Action, int], float] = {}
+    #: for each rank, the time from which a value is there, and the ranks that wait for a value on it
+    available: list[dict[Value, float]] = [{} for _ in actions]
+    waiting: list[dict[Value, list[int]]] = [{} for _ in actions]
+    #: ranks that may be able to run their next action
+    todo = [*reversed(range(len(actions)))]
 
     def next_of(rank: int) -> Action | None:
         return actions[rank][len(spans[rank])] if len(spans[rank]) < len(actions[rank]) else None
@@ -139,22 +143,28 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
         latest = 0.0
         for need in needs(action, last_stage):
             # without transfers in the lists, values stay with the rank that made them
-            at = available.get((need, rank if has_transfers else rank_of[need.stage]))
-            if at is None:
+            at = rank if has_transfers else rank_of[need.stage]
+            time = available[at].get(need)
+            if time is None:
+                waiting[at].setdefault(need, []).append(rank)
                 return None
-            latest = max(latest, at)
+            latest = max(latest, time)
         return latest
+
+    def arrive(value: Value, rank: int, time: float) -> None:
+        available[rank][value] = time
+        todo.extend(waiting[rank].pop(value, ()))
 
     def run(rank: int, action: Action, start: float, end: float) -> None:
         spans[rank].append(Span(action, start, end))
         now[rank] = end
         if action.kind in COMPUTE:
-            available[made_by(action), rank] = end
+            arrive(made_by(action), rank, end)
 
     def deliver(send: Action, time: float) -> None:
         assert send.peer is not None
         for sent in needs(send, last_stage):
-            available[sent, rank_of[send.peer]] = time
+            arrive(sent, rank_of[send.peer], time)
 
     def transfer_blocking(rank: int, action: Action) -> bool:
         """Run a send and its receive if both ranks have come to them, and return whether they have."""
@@ -170,6 +180,7 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
         run(rank, action, start, start + transfer)
         run(other, mirror, start, start + transfer)
         deliver(send, start + transfer)
+        todo.append(other)
         return True
 
     def advance(rank: int) -> bool:
@@ -188,13 +199,11 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
             deliver(action, start + transfer)
         return True
 
-    ranks, moved = range(len(actions)), True
-    while moved:
-        moved = False
-        for rank in ranks:
-            while advance(rank):
-                moved = True
-    waiting_at = {rank: len(spans[rank]) for rank in ranks if next_of(rank) is not None}
+    while todo:
+        rank = todo.pop()
+        while advance(rank):
+            pass
+    waiting_at = {rank: len(own) for rank, own in enumerate(spans) if len(own) < len(actions[rank])}
     if waiting_at:
         raise Deadlock(waiting_at)
     return spans
