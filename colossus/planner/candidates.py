@@ -5,7 +5,8 @@ The space of plans, on top of the space of layouts (`model_layouts`):
 - pipelines of any size, by 1F1B, interleaved with 2, 4, 8, .. chunks, ZB-H1 and ZB-V (GPipe is never faster than 1F1B,
   and holds more);
 - every number of microbatches of at most `MOST_TOKENS` tokens on a rank, or of the fewest samples that can be split;
-- ZeRO of every stage, over all data ranks, half of them or those of a host, and with stage 3 every scope of weights.
+- ZeRO of every stage, over all data ranks, those of a host, or without a pipeline half of them, and with stage 3 every
+  scope of weights.
 
 Other keys stay as in the config. So does a schedule class or a data-parallel strategy that the config names.
 """
@@ -231,14 +232,14 @@ def _with_zero(fixed: FixedKeys, parallel: Parallel, options: Any, per_host: int
 
 
 def _shards(parallel: Parallel, per_host: int) -> list[int]:
-    """Return the data ranks that share a copy in HSDP: the most of one host, and half of all over several hosts."""
+    """Return the data ranks that share a copy: the most of one host, and without a pipeline half of all, too."""
     order, data = parallel.rank_order, parallel.data or 1
     inner = order[order.index("data") + 1 :]
     between = math.prod(getattr(parallel, axis).size for axis in inner)
     experts = expert_factor(data, parallel.sequence.size, parallel.expert.size)
     fits = [size for size in divisors(data)[1:-1] if size % experts == 0]
     of_host = [size for size in fits if size * between <= per_host]
-    halves = [size for size in fits if size * between > per_host and 2 * size == data]
+    halves = [size for size in fits if size * between > per_host and 2 * size == data and parallel.pipeline.size == 1]
     return [*of_host[-1:], *halves]
 
 

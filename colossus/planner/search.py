@@ -197,7 +197,7 @@ class _Search:
                 self._visit(recomputed(layout, self._every), 1)
 
     def _expected(self, layout: ModelLayout) -> float:
-        """Return the likely seconds of a layout, times the least slowdown of the visited ones, of its kind if any are."""
+        """Return the likely seconds of a layout, times the least slowdown of those visited (of its kind, if any)."""
         by_kind: dict[Any, list[float]] = defaultdict(list)
         for node in self._nodes.values():
             if node.seconds < float("inf") and (likely := self._likely(node.layout)):
@@ -240,16 +240,18 @@ class _Search:
         scored = [(*entry, node.layout) for node in self._nodes.values() for entry in node.scored]
         estimates: list[PlanEstimate] = []
         listed: set[Any] = set()
+        tries = 0
         most = max(self._top, _FEWEST)  # also for a short list: a worse score may turn out to be the better plan
         for seconds, candidate, layout in sorted(scored, key=_number):
             if len(estimates) >= most and seconds > 1.05 * sorted(plan.seconds for plan in estimates)[most - 1]:
                 break
-            if len(estimates) >= most + _SPARE:
+            if len(estimates) and tries >= most + _SPARE:
                 break
             key = layout, candidate.all_but_zero, f"{seconds:.3g}"  # forms of ZeRO that take as long
             estimate = None if key in listed else self._estimate(candidate)
             if estimate is None:
                 continue
+            tries += 1
             if estimate.memory.fullest.total > self._memory:
                 self._too_large.append((estimate.memory.fullest.total, candidate))
             elif not any(are_alike(estimate, other) for other in estimates):

@@ -23,7 +23,8 @@ class Sizes:
         dense: number of layers with an MLP; the others have experts.
         attention: weights of an attention.
         mlp: weights of an MLP.
-        experts: weights of all experts of a layer.
+        experts: weights of all experts of a layer, without the shared one.
+        shared: weights of the expert of a layer that all tokens go through.
         head: weights of the output layer over the vocabulary, 0 without one.
         embedding: weights of the token embedding, 0 if it is tied to the head.
         next_token: weights of the product that leads to the block of multi-token prediction, 0 without that block.
@@ -35,6 +36,7 @@ class Sizes:
     attention: int
     mlp: int
     experts: int
+    shared: int
     head: int
     embedding: int
     next_token: int
@@ -70,6 +72,7 @@ class Sizes:
             dense=sum(experts is None or not experts.is_in(layer) for layer in range(o.num_layers)),
             attention=attention, mlp=mlp,
             experts=0 if experts is None else 3 * experts.num * o.hidden_size * (experts.ffn_size or 0),
+            shared=0 if experts is None else 3 * o.hidden_size * (experts.shared or 0),
             head=table, embedding=0 if is_tied else table,
             next_token=2 * hidden**2 if getattr(o, "mtp_weight", 0.0) else 0,
         )  # fmt: skip
@@ -85,7 +88,8 @@ class Sizes:
         """Return the weights of blocks that a token is multiplied by. Experts that may drop tokens count as none."""
         o, experts = self.options, getattr(self.options, "experts", None)
         chosen = 0.0 if experts is None or experts.capacity is not None else self.experts * experts.top_k / experts.num
-        return o.num_layers * self.attention + self.dense * self.mlp + (o.num_layers - self.dense) * chosen
+        sparse = o.num_layers - self.dense
+        return o.num_layers * self.attention + self.dense * self.mlp + sparse * (chosen + self.shared)
 
     @property
     def recomputed(self) -> float:
@@ -97,10 +101,11 @@ class Sizes:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return the weights of blocks and head without experts, and the weights of experts."""
+        """Return the weights of blocks and head with shared experts, and the weights of all other experts."""
         layers, sparse = self.options.num_layers, self.options.num_layers - self.dense
-        blocks, experts = layers * self.attention + self.dense * self.mlp, sparse * self.experts
+        blocks = layers * self.attention + self.dense * self.mlp + sparse * self.shared
+        experts = sparse * self.experts
         if self.next_token:  # and a block like that of the last layer
-            blocks += self.next_token + self.attention + (0 if self.experts else self.mlp)
+            blocks += self.next_token + self.attention + (self.shared if self.experts else self.mlp)
             experts += self.experts
         return blocks + self.head, experts
