@@ -139,8 +139,8 @@ def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
     for memory in (hardware.memory_bytes, *(needs[len(needs) // part] for part in (2, 4, 8, 16, 64)), smallest):
         best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
         result = search(config, hardware, devices=4, memory=memory)
-        print("RATIO", memory / smallest, result.plans[0].seconds / best)
-        assert result.plans[0].seconds <= 2.1 * best, memory / smallest
+        few = smallest < memory < hardware.memory_bytes
+        assert result.plans[0].seconds <= (1.35 if few else 1.1) * best, memory / smallest
         assert all(plan.memory.fullest.total <= memory for plan in result.plans)
     again = search(config, hardware, devices=4, memory=smallest, top=1)
     assert again.plans[0].overrides == result.plans[0].overrides
