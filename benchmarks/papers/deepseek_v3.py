@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (2412.19437): 61 layers, latent attention, behind three dense layers 256 experts of which a token takes 8.
+"""DeepSeek-V3 (2412.19437): latent attention, 61 layers, all but three with 256 experts of which a token takes 8.
 
     colossus plan benchmarks/papers/deepseek_v3.py --devices 2048 --hosts 256 --hardware h800
 
