@@ -140,7 +140,7 @@ def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
         best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
         result = search(config, hardware, devices=4, memory=memory)
         few = smallest < memory < hardware.memory_bytes
-        assert result.plans[0].seconds <= (1.35 if few else 1.1) * best, memory / smallest
+        assert result.plans[0].seconds <= (1.4 if few else 1.1) * best, memory / smallest
         assert all(plan.memory.fullest.total <= memory for plan in result.plans)
     again = search(config, hardware, devices=4, memory=smallest, top=1)
     assert again.plans[0].overrides == result.plans[0].overrides
