@@ -120,6 +120,7 @@ def test_a_command_of_the_pages_runs(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(network, "LARGE_BYTES", 1 << 20)
     shorten(monkeypatch)

@@ -48,7 +48,7 @@ def names(firsts: list[int]) -> Counter[str]:
 WEIGHTS = st.fixed_dictionaries({name: st.integers(1, 5).map(float) for name in FIRST})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(WEIGHTS, st.integers(0, 5), st.integers(0, 70))
 def test_shares_are_the_weights_and_each_source_is_read_epoch_by_epoch(
     weights: dict[str, float], seed: int, more: int
@@ -89,7 +89,7 @@ def read(steps: int, batch: int, data_size: int, state: Any = None, **options: A
     return [int(row[0]) for part in batches for row in part], own[0].train.state_dict()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 30), st.lists(st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), min_size=2, max_size=3))
 def test_a_resume_with_other_ranks_and_batches_reads_on(steps: int, sizes: list[tuple[int, int]]) -> None:
     state, firsts = None, []
@@ -99,7 +99,7 @@ def test_a_resume_with_other_ranks_and_batches_reads_on(steps: int, sizes: list[
     assert firsts == read(len(firsts), 1, 1)[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 5), WEIGHTS)
 def test_other_weights_from_a_sample_on_repeat_and_lose_nothing(
     steps: int, seed: int, weights: dict[str, float]

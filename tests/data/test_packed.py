@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def filled(batch: Any) -> Any:
     return ~(is_padding & has_padding)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, size=st.integers(1, 12), strategy=st.sampled_from(STRATEGIES), seed=st.integers(0, 9))
 def test_every_token_is_once_an_input_and_but_the_first_of_a_document_once_a_label(
     lengths: list[int], size: int, strategy: str, seed: int
@@ -65,7 +66,7 @@ def test_every_token_is_once_an_input_and_but_the_first_of_a_document_once_a_lab
     assert rows.padding == pytest.approx(1 - len(documents.tokens) / (len(rows) * size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), max_size=40), size=st.integers(12, 30))
 def test_best_fit_fills_the_rows_that_the_textbook_fills(lengths: list[int], size: int) -> None:
     rooms: list[int] = []
@@ -140,7 +141,7 @@ def read(steps: int, batch: int, data_size: int, state: Any = None, **options: A
     return [row for part in batches for row in part.tolist()], state
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     first=st.integers(0, 20), sizes=st.lists(st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)]), min_size=2, max_size=3)
 )
@@ -223,6 +224,11 @@ def trained(rank: int, model: str, parallel: dict[str, Any], schedule: dict[str,
     return numbers, gradients
 
 
+@cache
+def in_one_process(model: str) -> Any:
+    return run_ranks(1, trained, model, {}, {}, with_context=False)[0]
+
+
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -236,7 +242,7 @@ def trained(rank: int, model: str, parallel: dict[str, Any], schedule: dict[str,
 )
 def test_packed_rows_train_alike_under_every_plan(model: str, plan: str) -> None:
     world, parallel, schedule = PLANS[plan]
-    reference, gradients = run_ranks(1, trained, model, {}, {}, with_context=False)[0]
+    reference, gradients = in_one_process(model)
     for numbers, own in run_ranks(world, trained, model, parallel, schedule, with_context=False):
         assert np.array(numbers) == pytest.approx(np.array(reference), rel=1e-9)
         for name, gradient in gradients.items():
