@@ -183,9 +183,10 @@ class GatedDeltaNet(Layer):
         else:
             gathered = kept("the last documents of runs", lambda: collectives.all_gather(tails, group, dim=1).wait())
         earlier = dict(pairwise(reversed(segments.order)))
-        own = self._own(segments, runs.shape[1])
-        parts = [gathered[:, earlier[number]] if number in earlier else before[:, 0] for number in own]
-        return torch.cat((torch.stack(parts, 1), runs), 2)
+        own = [earlier.get(number, len(segments.order)) for number in self._own(segments, runs.shape[1])]
+        # one index of a tensor: the first rank takes zeros, but its backward takes part in the sum, too
+        padded = torch.cat((gathered, before[:, :1]), 1)
+        return torch.cat((padded[:, own], runs), 2)
 
     def _continues(self, documents: Tensor, segments: Segments) -> Tensor:
         """Return where all from the token d before to a token are of one document: [batch, runs, d - 1, tokens].

@@ -118,12 +118,10 @@ def prefix_states(maps: Tensor, order: Sequence[int], own: Sequence[int]) -> Ten
         own: the numbers of the segments whose states are returned, in this order.
     """
     size = maps.shape[-2]
-    state = maps.new_zeros((*maps.shape[1:-1], maps.shape[-1] - size))
-    before: dict[int, Tensor] = {}
-    for number in order:
-        before[number] = state
-        if len(before) == len(order):
-            break
+    states = [maps.new_zeros((*maps.shape[1:-1], maps.shape[-1] - size))]
+    for number in order[:-1]:
         matrix, addend = maps[number].split((size, maps.shape[-1] - size), -1)
-        state = matrix @ state + addend
-    return torch.stack([before[number] for number in own])
+        states.append(matrix @ states[-1] + addend)
+    # an index of all: the first rank's state is empty, but its backward takes part in the sum of gradients, too
+    place = {number: place for place, number in enumerate(order)}
+    return torch.stack(states)[[place[number] for number in own]]
