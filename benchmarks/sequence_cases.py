@@ -17,16 +17,27 @@ from benchmarks.timing import seconds_per_call
 from colossus.comm import accounting
 from colossus.context.grid import LayerOptions, RankGrid
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.attention_weights import both, same_document
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring_attention
 from colossus.sequence_parallel.attend import attend
-from colossus.sequence_parallel.mask import CAUSAL
+from colossus.sequence_parallel.mask import CAUSAL, Mask
 from colossus.sequence_parallel.modes import Hybrid
+from colossus.sequence_parallel.tiles import visible
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One causal attention. ``tokens`` of the whole sequence; ``device`` of all ranks."""
+    """One attention.
+
+    Attributes:
+        tokens: of the whole sequence.
+        device: of all ranks.
+        mask: what a token attends to.
+        lengths: of the documents, in tokens; None: one document.
+        chunks: of each ring rank.
+        is_dense: one process gets the mask as a tensor [tokens, tokens].
+    """
 
     tokens: int
     heads: int = 8
@@ -34,6 +45,16 @@ class Shape:
     head_dim: int = 64
     batch: int = 1
     device: str = "cpu"
+    mask: Mask = CAUSAL
+    lengths: tuple[int, ...] | None = None
+    chunks: int = 2
+    is_dense: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """The pairs of a query and a key that it sees, of all heads."""
+        parts = [self.tokens] if self.lengths is None else self.lengths
+        return self.batch * self.heads * sum(self.mask.within(tokens).num_pairs(tokens) for tokens in parts)
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,7 @@ class Counted:
 
 
 class AttentionCase:
-    """Causal attention on one rank. One rank alone takes torch's scaled_dot_product_attention."""
+    """Attention on one rank. One rank alone takes torch's scaled_dot_product_attention where that needs no mask."""
 
     def __init__(self, shape: Shape, mode: str, rank: int, world: int) -> None:
         self.shape, self.world = shape, world
@@ -55,7 +76,7 @@ class AttentionCase:
             {"pipeline": 1, "data": 1, **sizes, "tensor": 1},
             {"pipeline": ("pipeline",), "data": ("data",), "sequence": tuple(sizes), "tensor": ("tensor",)},
         )
-        options = LayerOptions(sequence_mode=mode)
+        options = LayerOptions(sequence_mode=mode, sequence_chunks=shape.chunks)
         self.context = ParallelContext(grid, rank, options=options, device=shape.device)
         split = model_parallel_of(self.context).sequence
         self.groups = (split.ring, split.ulysses) if split is not None else None
@@ -67,17 +88,33 @@ class AttentionCase:
             whole = [x[:, :, self.local_tokens].clone() for x in whole]
             self.gradient = self.gradient[:, :, self.local_tokens].clone()
         self.gradient = self.gradient.to(shape.device)
+        self.documents: Tensor | None = None
+        if shape.lengths is not None:
+            numbers = torch.arange(len(shape.lengths)).repeat_interleave(torch.tensor(shape.lengths))
+            own = numbers if split is None else numbers[self.local_tokens]
+            self.documents = own.expand(shape.batch, -1).to(shape.device)
+        self.dense = self._dense() if shape.is_dense else None
         self.q, self.k, self.v = (x.to(shape.device).requires_grad_() for x in whole)
 
     def _draw(self, heads: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.shape.batch, heads, self.shape.tokens, self.shape.head_dim, generator=generator)
 
+    def _dense(self) -> Tensor:
+        """Return the mask as a tensor, [batch or 1, 1, tokens, tokens]."""
+        positions = torch.arange(self.shape.tokens, device=self.shape.device)
+        seen = visible(self.shape.mask, positions, positions)[None, None]
+        return seen if self.documents is None else both(seen, same_document(self.documents))
+
     def forward(self) -> Tensor:
-        if self.groups is None:
+        mask = self.shape.mask
+        if self.groups is None and (self.dense is not None or (mask == CAUSAL and self.documents is None)):
             grouped = self.shape.heads != self.shape.kv_heads
-            return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=grouped)
-        return attend(self.q, self.k, self.v, *self.groups, mask=CAUSAL)
+            options = dict(attn_mask=self.dense, is_causal=self.dense is None, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(self.q, self.k, self.v, **options)
+        groups = self.groups or (self.context.group(()), self.context.group(()))
+        options = dict(mask=mask, documents=self.documents, chunks=self.shape.chunks)
+        return attend(self.q, self.k, self.v, *groups, **options)
 
     def step(self, index: int = 0) -> tuple[float, float]:
         self.q.grad = self.k.grad = self.v.grad = None

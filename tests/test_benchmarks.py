@@ -249,6 +249,9 @@ def test_sequence(tmp_path: Path) -> None:
         assert len(row["counted"]) == ranks
         if mode != "ulysses":
             assert sum(counted["scores"] for counted in row["counted"]) == 8 * 128 * 129 // 2
+    for row in payload["masked"]:
+        assert row["gap"] < 1e-5
+        assert row["name"] == "dense mask" or sum(count["scores"] for count in row["counted"]) >= row["pairs"]
     one, four = payload["train"]["x1"], payload["train"]["x4"]
     assert one["losses"] == pytest.approx(four["losses"], rel=1e-5)
 

@@ -13,6 +13,7 @@ from colossus.layers.attention import Attention
 from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
+from colossus.layers.gated_delta_net import GatedDeltaNet
 from colossus.layers.latent_attention import LatentAttention
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
@@ -106,6 +107,7 @@ class TransformerBlock(Layer):
         norm_place: norms ``before`` attention and MLP; ``after`` them, x + norm(attention(x)) (OLMo 2); or ``both``
             (Gemma).
         latent: sizes of the `LatentAttention` that replaces the `Attention`.
+        linear: sizes of the `GatedDeltaNet` that replaces it; it takes no further arguments.
         norm_eps: epsilon of all norms; by default 1e-5 for ``layernorm`` and 1e-6 for ``rmsnorm``.
         attention: further arguments of `Attention` or `LatentAttention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
@@ -128,6 +130,7 @@ class TransformerBlock(Layer):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         latent: Mapping[str, Any] | None = None,
+        linear: Mapping[str, Any] | None = None,
         activation_checkpoint: str = "none",
         init: Initializer | None = None,
         out_init: Initializer | None = None,
@@ -142,11 +145,14 @@ class TransformerBlock(Layer):
 
         self.attention_norm = make("before")
         attention |= inits | {"bias": bias, "dropout": attention_dropout}
-        self.attention = (
-            LatentAttention(hidden_size, num_heads, **attention, **latent)
-            if latent is not None
-            else Attention(hidden_size, num_heads, num_kv_heads, norm_eps=norm_eps, **attention)
-        )
+        self.attention: nn.Module
+        if linear is not None:
+            eps = default_norm_eps("rmsnorm") if norm_eps is None else norm_eps
+            self.attention = GatedDeltaNet(hidden_size, **linear, norm_eps=eps, init=init, out_init=out_init)
+        elif latent is not None:
+            self.attention = LatentAttention(hidden_size, num_heads, **attention, **latent)
+        else:
+            self.attention = Attention(hidden_size, num_heads, num_kv_heads, norm_eps=norm_eps, **attention)
         self.attention_out_norm = make("after")
         self.mlp_norm = make("before")
         self.mlp: nn.Module

@@ -129,6 +129,23 @@ class LatentOptions(BaseModel):
         return self.kv_rank + self.rope_dim
 
 
+class LinearOptions(BaseModel):
+    """Linear attention in place of attention, with the sizes of `colossus.layers.GatedDeltaNet`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    #: heads of values, each with a state
+    num_heads: Annotated[int, Field(ge=1)]
+    #: heads of queries and keys; default ``num_heads``
+    num_key_heads: Annotated[int, Field(ge=1)] | None = None
+    #: features of a query and a key
+    key_dim: Annotated[int, Field(ge=1)] = 128
+    #: features of a value
+    value_dim: Annotated[int, Field(ge=1)] = 128
+    #: tokens of the convolution before it
+    kernel_size: Annotated[int, Field(ge=1)] = 4
+
+
 #: the keys of each kind of scaling of rotary frequencies, beside its factor
 _SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "linear": (),

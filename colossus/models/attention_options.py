@@ -15,7 +15,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1)]
-Kinds = Annotated[tuple[Literal["local", "global"], ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+Kinds = Annotated[tuple[Literal["local", "global", "linear"], ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 
 
 class AttentionOptions(BaseModel):
@@ -35,8 +35,9 @@ class AttentionOptions(BaseModel):
     window: Count | None = None
     #: in local layers, tokens of a chunk, outside of which none is attended to (Llama 4)
     chunk: Count | None = None
-    #: kinds of the layers in turn: local ones with window or chunk, and global ones, which attend to all tokens before;
-    #: 5 * ["local"] + ["global"] in Gemma 3 (2503.19786). By default all are local where there is a window or chunk
+    #: kinds of the layers in turn: local ones with window or chunk, global ones, which attend to all tokens before, and
+    #: linear ones (``linear`` of Llama); 5 * ["local"] + ["global"] in Gemma 3 (2503.19786). By default all are local
+    #: where there is a window or chunk
     attention_pattern: Kinds = Field(
         default_factory=lambda values: ("local",) if values["window"] or values["chunk"] else ("global",)
     )
@@ -56,11 +57,22 @@ class AttentionOptions(BaseModel):
                 f"attention_pattern = {self.attention_pattern} with window = {self.window} and chunk = {self.chunk}: "
                 f"local layers need one of both, and nothing else uses them"
             )
+        linear = getattr(self, "linear", None)
+        if ("linear" in self.attention_pattern) != (linear is not None):
+            raise ValueError(
+                f"attention_pattern = {self.attention_pattern} with linear = {'None' if linear is None else '{..}'}: "
+                f"linear layers need the sizes of linear attention, which Llama has as linear=dict(num_heads=..), and "
+                f"nothing else uses them"
+            )
         return self
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer, from 0, attends to some of the tokens before it only."""
-        return self.attention_pattern[layer % len(self.attention_pattern)] == "local"
+        return self.kind_of(layer) == "local"
+
+    def kind_of(self, layer: int) -> str:
+        """Return the kind of a layer, from 0."""
+        return self.attention_pattern[layer % len(self.attention_pattern)]
 
     def mask(self, layer: int) -> Mask:
         mask = Mask.causal()

@@ -68,6 +68,7 @@ class Decoder(Transformer[DecoderOptions]):
         )
         self.positions = None if o.is_rotary else PositionEmbedding(o.seq_len, o.hidden_size)
         self.dropout = Dropout(o.dropout)
+        self.key_value_cache = "linear" not in o.attention_pattern
         self.blocks = self.make_blocks()
         self.norm = self.make_norm()
         tied = self.embedding if o.tie_embeddings else None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_options import ExpertsOptions, LatentOptions
+from colossus.layers.block_options import ExpertsOptions, LatentOptions, LinearOptions
 from colossus.models.options import DecoderOptions
 
 
@@ -24,6 +24,9 @@ class LlamaOptions(DecoderOptions):
     experts: ExpertsOptions | None = None
     #: latent attention (DeepSeek-V2, V3): dict(kv_rank=512, q_rank=1536)
     latent: LatentOptions | None = None
+    #: linear attention in the layers of this kind (Qwen3-Next): dict(num_heads=32, num_key_heads=16) with
+    #: attention_pattern = 3 * ["linear"] + ["global"]
+    linear: LinearOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -63,6 +66,9 @@ class LlamaOptions(DecoderOptions):
         options = super().block_options(layer)
         if self.experts is not None and self.experts.is_in(layer):
             options["experts"] = self.experts.arguments
+        if self.linear is not None and self.kind_of(layer) == "linear":
+            own = ("norm_place", "experts")
+            return {name: options[name] for name in own if name in options} | {"linear": self.linear.model_dump()}
         if self.latent is not None:
             options["latent"] = self.latent.model_dump()
             for name in ("head_dim", "qk_norm", "rotary", "rotary_fraction"):  # which latent attention does not have

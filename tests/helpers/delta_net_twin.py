@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from colossus.layers.block_options import LinearOptions
 
 
 @contextmanager
@@ -72,3 +74,28 @@ def delta_net(
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
         rows.append(torch.cat([run(part[None])[0] for part in row.split(lengths)]))
     return torch.stack(rows)
+
+
+class PlainDeltaNet(nn.Module):
+    """The oracle as a module with the names and shapes of our parameters."""
+
+    def __init__(self, hidden: int, sizes: LinearOptions, eps: float) -> None:
+        super().__init__()
+        heads, key_heads = sizes.num_heads, sizes.num_key_heads or sizes.num_heads
+        self.eps = eps
+        self.sizes: dict[str, int] = dict(
+            heads=heads, key_heads=key_heads, key_dim=sizes.key_dim, value_dim=sizes.value_dim,
+            kernel_size=sizes.kernel_size,
+        )  # fmt: skip
+        keys, values = key_heads * sizes.key_dim, heads * sizes.value_dim
+        widths = {"query": keys, "key": keys, "value": values}
+        more = {"gate": values, "beta": heads, "decay": heads}
+        self.qkv = nn.ModuleDict({name: nn.Linear(hidden, width, False) for name, width in (widths | more).items()})
+        for name, width in widths.items():
+            self.register_parameter(f"conv_{name}", nn.Parameter(torch.zeros(width, sizes.kernel_size)))
+        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(heads))
+        self.norm = nn.RMSNorm(sizes.value_dim, eps)
+        self.out = nn.Linear(values, hidden, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return delta_net(dict(self.named_parameters()), x, eps=self.eps, **self.sizes)

@@ -181,6 +181,10 @@ class PlainBlock(nn.Module):
             self.attention: nn.Module = PlainLatentAttention(
                 o.hidden_size, o.num_heads, o.latent, o.bias, o.rotary_base
             )
+        elif isinstance(o, LlamaOptions) and o.linear is not None and o.kind_of(layer) == "linear":
+            from helpers.delta_net_twin import PlainDeltaNet  # transformers: only where it is asked
+
+            self.attention = PlainDeltaNet(o.hidden_size, o.linear, o.norm_eps)
         else:
             self.attention = PlainAttention(o, layer)
         has_experts = isinstance(o, LlamaOptions) and o.experts is not None and o.experts.is_in(layer)

@@ -22,6 +22,7 @@ from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.models.llama_options import LlamaOptions
 
 BATCH, TOKENS, HIDDEN = 12, 24, 24
 X, DY = numbers(BATCH, TOKENS, HIDDEN), numbers(BATCH, TOKENS, HIDDEN, seed=1)
@@ -157,6 +158,8 @@ def test_what_it_does_not_do_is_told() -> None:
     x = torch.zeros(1, 4, HIDDEN)
     with pytest.raises(ValueError, match=r"a mask over keys, but its state has no keys: give packed"):
         layer(x, mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"attention_pattern = \('linear',\) with linear = None: linear layers need"):
+        LlamaOptions(attention_pattern=("linear",))
     with pytest.raises(ValueError, match=r"num_key_heads = 3 does not divide num_heads = 4"), context:
         layers.GatedDeltaNet(HIDDEN, 4, 3)
 

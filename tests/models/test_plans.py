@@ -79,6 +79,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "bias": True,
         "rotary_scaling": dict(factor=8.0, original_max_position_embeddings=64, rope_type="yarn", truncate=False),
     },
+    "like qwen3-next": {
+        **LLAMA,
+        "qk_norm": True,
+        "attention_pattern": ["linear", "global"],
+        "linear": dict(num_heads=24, num_key_heads=12, key_dim=4, value_dim=3),
+    },
     "vit": VIT,
     "vit mean": dict(
         VIT, pool="mean", label_smoothing=0.1, mlp="swiglu", ffn_hidden_size=36, norm="rmsnorm", bias=False
@@ -154,6 +160,7 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
         ("llama qk_norm", "2d"), ("llama latent", "zb-h1"), ("llama mtp", "pipeline x sharded"),
         ("llama", "3d 2x1x2"), ("llama experts", "experts 2 x 1d"),
         ("like gemma", "2d"), ("like gpt-oss", "1d sharded 4"),
+        ("like qwen3-next", "zb-h1"), ("like qwen3-next", "3d 2x1x2"),
     ),
 }  # fmt: skip
 
@@ -182,6 +189,9 @@ SEQUENCE: dict[str, Plan] = {
         ("llama chunks", "ring x 1d"),
         ("like gpt-oss", "ulysses x pipeline"),
         ("like gemma", "ring x 1d"),
+        ("like qwen3-next", "ring x 1d"),
+        pytest.param("like qwen3-next", "ulysses x pipeline", marks=pytest.mark.long),
+        pytest.param("like qwen3-next", "hybrid", marks=pytest.mark.long),
     ],
 )
 def test_models_follow_it_under_sequence_parallelism(model: str, plan: str) -> None:
