@@ -128,10 +128,11 @@ def test_a_score_is_near_the_estimate(name: str) -> None:
 def test_a_score_waits_for_gradients_that_are_reduced_after_each_microbatch() -> None:
     """ZeRO 3 in a pipeline frees weights and gradients after each microbatch: only those of the last run beside it."""
     parallel, schedule = dict(data=8, pipeline=2, zero=3), dict(type="interleaved", chunks=2, microbatches=8)
-    config, estimator = _config(parallel=parallel, schedule=schedule, train=dict(global_batch_size=64)), Estimator(H100)
+    model, train = {**MODEL, "hidden_size": 1024}, dict(global_batch_size=64)
+    config, estimator = _config(model, parallel=parallel, schedule=schedule, train=train), Estimator(H100, hosts=16)
     profile = estimator.profile(config, split_backward=False)
     rough = score(config, profile, estimator.player(config), times=1.0, most=80e9)
-    assert rough.seconds == pytest.approx(estimator.estimate(config).seconds, rel=0.1)
+    assert rough.seconds == pytest.approx(estimator.estimate(config).seconds, rel=0.02)
 
 
 @pytest.mark.long
