@@ -156,7 +156,8 @@ OPERATOR = 10e-6
 CALL, LINK_STEP, NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
 #: 400 Gb/s for each device, as in DGX H100 (eight ConnectX-7 for eight devices)
 NETWORK = Link(NETWORK_STEP, LINK_EFFICIENCY * 400e9 / 8)
-_BYTES = {"fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
+#: bytes of an element by the name of its dtype
+WIDTHS = {"fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 
 class FromDataSheet(Hardware):
@@ -207,7 +208,7 @@ class FromDataSheet(Hardware):
         tiles = count * min(-(-m // rows) * -(-n // columns), -(-m // columns) * -(-n // rows))
         full = tiles / self.reached.units
         flops = 2.0 * rows * columns * k * self.reached.units * (math.ceil(full) if full > 1 else full)
-        moved = count * (m * k + k * n + m * n) * _BYTES.get(dtype, 4)
+        moved = count * (m * k + k * n + m * n) * WIDTHS.get(dtype, 4)
         return GAP + max(flops / (self.reached.matmul * self._peak(dtype)), self._moving(moved))
 
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:

@@ -18,7 +18,7 @@ from colossus.comm.accounting import COLLECTIVES
 from colossus.config import Config, model_options
 from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
-from colossus.hardware.data_sheets import FromDataSheet
+from colossus.hardware.data_sheets import WIDTHS, FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.hardware.named_hardware import default_hosts
@@ -26,7 +26,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.models.options import shardings_of
 from colossus.planner.least_memory import least_memory
-from colossus.planner.transformer_sizes import WIDTHS, Sizes
+from colossus.planner.transformer_sizes import Sizes
 from colossus.tensor_parallel.attention_heads import are_replicated
 from colossus.tensor_parallel.mode import AxisSizes
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from colossus.config import Config
+from colossus.hardware.data_sheets import WIDTHS
 from colossus.models.options import shardings_of
-from colossus.planner.transformer_sizes import WIDTHS, Sizes
+from colossus.planner.transformer_sizes import Sizes
 
 #: optimizers with two states for each parameter
 _TWO_STATES = ("Adam", "AdamW", "NAdam", "RAdam")

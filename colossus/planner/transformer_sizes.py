@@ -8,9 +8,6 @@ from typing import Any
 
 from colossus.models.options import DecoderOptions, TransformerOptions
 
-#: bytes of an element by the name of its dtype
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
 
 @dataclass(frozen=True)
 class Sizes:
