@@ -20,7 +20,7 @@ from colossus.config.training import LOW, PrecisionSection
 from colossus.registry import DATASETS, MODELS, SCHEDULES
 
 #: sections of a recorded config that evaluations use
-_EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
+_EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device", "checkpoint")
 #: keys of the section train that only training uses
 _TRAINING_KEYS = ("activation_checkpoint", "batch_ramp", "steps", "schedule_steps", "eval_every", "eval_batches")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -198,6 +198,9 @@ def evaluation_config(
     if nproc is not None:
         plan = {} if nproc == 1 else {key: value for key, value in plan.items() if key != "data"}
     train.setdefault("precision", _recorded_precision(source))
+    checkpoint, model = values.pop("checkpoint", None), values["model"]
+    if isinstance(model, Mapping) and model.get("reference") is not None and isinstance(checkpoint, Mapping):
+        values["checkpoint"] = {"weights": checkpoint.get("weights")}  # `take_reference` reads them
     schedule = values.get("schedule") or {}
     if isinstance(schedule, Mapping) and schedule.get("type", "1f1b") not in SCHEDULES:  # a user's own schedule
         schedule = {"microbatches": schedule.get("microbatches", 1)}

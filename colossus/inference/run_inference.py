@@ -239,7 +239,7 @@ def _numbers(summary: EvalResult, config: Config, loaders: Loaders | None) -> di
     """Return loss, perplexity, metrics and count; perplexity only if the loss is the mean log-likelihood of tokens."""
     numbers: dict[str, Any] = {"loss": summary.loss}
     options = model_options(config)
-    has_more = getattr(options, "label_smoothing", 0) or getattr(options, "z_loss", 0)
+    has_more = any(getattr(options, key, None) for key in ("label_smoothing", "z_loss", "objective"))
     if hasattr(options, "vocab_size") and not has_more:
         numbers["perplexity"] = math.exp(summary.loss) if summary.loss < 700 else math.inf
         if loaders is not None and loaders.tokenizer is not None and loaders.tokenizer.name == "bytes":

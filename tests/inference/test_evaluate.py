@@ -174,6 +174,18 @@ def test_metrics_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "perplexity" not in found
 
 
+def test_a_reference_has_the_weights_with_which_the_run_began(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = dict(objective=dict(type="distillation", label_weight=0.1), reference=dict())
+    begin = dict(every=STEPS, dir=str(tmp_path / "one"), weights=str(runs[0] / "one"))
+    reported = trained(tmp_path, "one", model={**MODEL, **tuned}, checkpoint=begin)
+    numbers = evaluate(capsys, tmp_path / "one", "train.eval_batches=3")
+    assert numbers["loss"] == reported
+    assert "perplexity" not in numbers
+    assert "bits_per_byte" not in numbers
+
+
 def test_a_folder_of_hugging_face(
     runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
