@@ -27,7 +27,7 @@ from colossus.sequence_parallel.modes import chunks_of
 
 #: tokens of a tile: large enough that a kernel call costs little beside its work
 TILE = 512
-#: where documents are not read nothing is skipped for being small: fewer calls, masks of at most 4 MB a sample
+#: on devices, where documents are not read: fewer calls, and masks of at most 4 MB a sample
 MASKED_TILE = 2048
 
 
@@ -114,7 +114,9 @@ def attention_tiles(
         yield from _unmasked_tiles(mask, tokens, query_rank, key_rank)
         return
     if documents is None:
-        size, piece = min(MASKED_TILE, max(TILE, min(mask.left + 1, mask.chunk_size))), tokens.num_tokens
+        is_host = device is None or device.type == "cpu"  # where a masked score costs what a seen one does
+        size = TILE if is_host else min(MASKED_TILE, max(TILE, min(mask.left + 1, mask.chunk_size)))
+        piece = tokens.num_tokens
     else:
         size = piece = TILE if is_read else MASKED_TILE
     size, piece = (min(one, largest or one) for one in (size, piece))
