@@ -237,10 +237,10 @@ def _shards(parallel: Parallel, per_host: int) -> list[int]:
     inner = order[order.index("data") + 1 :]
     between = math.prod(getattr(parallel, axis).size for axis in inner)
     experts = expert_factor(data, parallel.sequence.size, parallel.expert.size)
-    fits = [size for size in divisors(data)[1:-1] if size % experts == 0]
-    of_host = [size for size in fits if size * between <= per_host]
+    fits = [size for size in divisors(data)[1:] if size % experts == 0]
+    of_host = [size for size in fits if size * between <= per_host][-1:]
     halves = [size for size in fits if size * between > per_host and 2 * size == data and parallel.pipeline.size == 1]
-    return [*of_host[-1:], *halves]
+    return [size for size in (*of_host, *halves) if size < data]
 
 
 # -- overrides ------------------------------------------------------------------------------------------------

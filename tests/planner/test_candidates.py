@@ -82,9 +82,11 @@ def schedules(pipeline: int, blocks: int) -> list[dict[str, Any]]:
     return found + ([dict(type="zb-v")] if 2 * pipeline <= blocks else [])
 
 
-def shards(data: int, inner: int, experts: int, per_host: int) -> list[int | None]:
-    fits = [n for n in range(2, data + 1) if data % n == 0 and n % experts == 0 and n * inner <= per_host]
-    return [None, *(n for n in fits[-1:] if n < data)]
+def shards(data: int, inner: int, experts: int, per_host: int, has_half: bool) -> list[int | None]:
+    even = [n for n in range(2, data + 1) if data % n == 0 and n % experts == 0]
+    host = [n for n in even if n * inner <= per_host][-1:]
+    half = [n for n in even if has_half and 2 * n == data and n * inner > per_host]
+    return [None, *(n for n in (*host, *half) if n < data)]
 
 
 def by_brute_force(values: dict[str, Any], devices: int, hosts: int, blocks: int, experts: int = 1) -> set[Key]:
@@ -101,7 +103,9 @@ def by_brute_force(values: dict[str, Any], devices: int, hosts: int, blocks: int
                 factor = expert // sequence if expert % sequence == 0 else expert
                 if experts % expert:
                     continue
-                for shard in shards(data, sequence * size, factor, devices // hosts) if stage else [None]:
+                for shard in (
+                    shards(data, sequence * size, factor, devices // hosts, pipeline == 1) if stage else [None]
+                ):
                     parallel = dict(
                         data=data, pipeline=pipeline, sequence=cut, expert=expert, zero=dict(stage=stage, shard=shard)
                     )
