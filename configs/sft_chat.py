@@ -39,12 +39,9 @@ class DocumentedFunctions(RowSource):
                         messages = [("user", question), ("assistant", answer)]
                         yield number, {"messages": [dict(role=role, content=text) for role, text in messages]}
 
-    def count(self) -> int:
-        return sum(1 for piece in self.pieces() for _ in self.read(piece))
-
 
 def documented(text: str) -> Iterator[tuple[str, str]]:
-    """The head of each function that has a docstring, and the first paragraph of that."""
+    """Yield the head of each function that has a docstring, and the first paragraph of that."""
     try:
         tree = ast.parse(text)
     except SyntaxError:  # the last file is cut off

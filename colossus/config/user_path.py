@@ -14,8 +14,11 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     The result may be passed in again: ``./~x``, which `Path` makes ``~x``, becomes absolute.
 
     Raises:
-        ConfigError: if the home is unknown, since HOME is not set and the user has no name, as in containers.
+        ConfigError: if the home is unknown, since HOME is not set and the user has no name, as in containers; or it is
+            no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"{path!r} is a {type(path).__name__}, not a path")
     text = os.fspath(path)
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):

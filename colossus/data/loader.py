@@ -23,6 +23,7 @@ log = logging.getLogger("colossus.data")
 #: effect of a changed setting on a resumed run
 _EFFECTS = {
     "seed": "the data has another order",
+    "data_seed": "rows are packed of other documents, or a mixture has another order",
     "num_samples": "the data has another order",
     "global_batch_size": "the run continues after the samples that it has read",
 }
@@ -142,13 +143,19 @@ class Loader:
         """
         settings = self._order_settings(state["step"])
         before, now = state.get("fingerprint"), settings.get("fingerprint")
-        if before and now and before != now:
+        if before and before != now:
             raise ValueError(
                 f"the data is not what the checkpoint was trained on: its fingerprint was {before[:12]} and is "
-                f"{now[:12]} ({self.source.name}: files, tokenizer or options of data differ). Restore them, or begin "
-                f"a new run with the weights alone (checkpoint.weights)"
+                f"{now and now[:12]} ({self.source.name}: files, tokenizer or options of data differ). Restore them, "
+                f"or begin a new run with the weights alone (checkpoint.weights)"
             )
         if before := state.get("taken"):
+            own = settings.get("data_seed")
+            if (seed := state.get("data_seed", own)) != own:
+                raise ValueError(
+                    f"the mixture was made by the seed {seed} when the checkpoint was written, and is by {own} now: "
+                    f"restore train.seed (or data.seed)"
+                )
             now = getattr(self.source, "dataset", None).taken(number := state["samples"])  # type: ignore[union-attr]
             if before != now:
                 raise ValueError(
@@ -170,6 +177,8 @@ class Loader:
             settings["num_samples"] = self.source.num_samples
             if isinstance(fingerprint := getattr(self.source.dataset, "fingerprint", None), str):
                 settings["fingerprint"] = fingerprint
+            if isinstance(seed := getattr(self.source.dataset, "seed", None), int):
+                settings["data_seed"] = seed
             if callable(taken := getattr(self.source.dataset, "taken", None)):  # of a mixture
                 settings["taken"] = taken(settings["samples"])
         return settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from colossus.config.batch_sizes import BatchRamp
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import Named
 from colossus.data.batch_stream import BatchStream
+from colossus.data.documents.kinds import call_with_options, parameters_of
 from colossus.data.loader import Loader, Loaders, ValidationLoader
 from colossus.data.sampler import BatchShard, local_batch_size
 from colossus.data.sources import MapSource, Source
@@ -23,9 +23,6 @@ from colossus.data.tokenizer import require_same_tokens, tokenizer_of
 from colossus.data.tokens import TooLittleData
 from colossus.random import check_seed
 from colossus.registry import DATASETS
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
 
 #: value of `DataSpec.validation` if the config does not set it
 _UNSET = object()
@@ -59,7 +56,7 @@ class DataSpec:
     @property
     def takes_split(self) -> bool:
         """Return whether ``kind`` makes the validation data, too."""
-        return not self.is_data and "split" not in self.options and "split" in _parameters(self.kind)
+        return not self.is_data and "split" not in self.options and "split" in parameters_of(self.kind)
 
     def build(self, defaults: Mapping[str, Any]) -> Any:
         """Return the data itself.
@@ -72,18 +69,7 @@ class DataSpec:
         """
         if self.is_data:
             return self.kind
-        parameters = _parameters(self.kind)
-        names = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-        open_ended = not parameters or len(names) < len(parameters)
-        for option in () if open_ended else self.options.keys() - names:
-            raise ValueError(f"data: {self.name} has no option {option!r}; it has {', '.join(names)}")
-        arguments = {
-            name: value for name, value in defaults.items() if name in names and value is not None
-        } | self.options
-        for name in names:
-            if parameters[name].default is inspect.Parameter.empty and name not in arguments:
-                raise ValueError(f"data: {self.name} needs {name!r}: set data.{name}")
-        return self.kind(**arguments)
+        return call_with_options(self.kind, self.options, defaults, "data")
 
 
 def parse_data(data: Any) -> DataSpec:
@@ -183,7 +169,7 @@ def build_loaders(
             f"position; use another object for data.validation"
         )
     tokenizer = tokenizer_of(train_data)
-    require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
+    require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None), "data.validation")
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, device=device)
     return Loaders(train, validation, description, missing if source is None else None, tokenizer)
@@ -300,10 +286,3 @@ def _is_map_style(data: Any) -> bool:
 
 def _is_data(candidate: Any) -> bool:
     return not isinstance(candidate, type) and (_is_map_style(candidate) or hasattr(candidate, "__iter__"))
-
-
-def _parameters(factory: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # some built-ins have no signature
-        return {}

@@ -20,6 +20,7 @@ import torch
 from colossus.data.documents.row_source import fingerprint_of
 from colossus.data.make_loaders import parse_data
 from colossus.data.sampler import IndexArray, permute
+from colossus.data.tokenizer import DatasetTokenizer, require_same_tokens, tokenizer_of
 from colossus.data.tokens import BatchedDataset, TooLittleData
 from colossus.random import derive_seeds, hash_key
 
@@ -28,7 +29,7 @@ BLOCK = 10_000
 
 
 class Mix(BatchedDataset):
-    """Samples of several datasets by weight in training; in validation all of one after all of the other.
+    """Samples of several datasets by weight in training; in validation all of each, evenly interleaved.
 
     Args:
         sources: name -> a dataset that reads batches (`BatchedDataset`), or ``dict(type=.., **options)`` of one.
@@ -57,27 +58,37 @@ class Mix(BatchedDataset):
         tokenizer: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise ValueError(
+                f"Mix: sources = {sources!r}: a dict, name -> a dataset, or dict(type=.., **options) of one"
+            )
         defaults = dict(seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, seed=seed)
         self.sources = {name: _dataset(name, source, split, defaults) for name, source in sources.items()}
-        self.name, self._seed = f"Mix ({split})", seed
+        self.name, self.seed = f"Mix ({split})", seed
         self._lengths = np.array([len(source) for source in self.sources.values()])
         self._firsts = np.cumsum(self._lengths) - self._lengths
-        starts = {0: weights, **dict(sorted((int(start), own) for start, own in (changes or {}).items()))}
+        #: validation: the place of each sample among those of all sources, so that a beginning has its share of each
+        self._interleaved: np.ndarray | None = None
+        if split == "validation":
+            shares = np.concatenate([(np.arange(count) + 0.5) / count for count in self._lengths])
+            self._interleaved = np.argsort(shares, kind="stable")
+        starts = {0: weights, **_starts(changes or {})}
         #: first position of each part with its own weights, and places of a block for each source
         self._starts = np.array([*starts])
         self._counts = [_places(own, self.sources, start) for start, own in starts.items()]
         #: samples that the sources have given before each part
         self._before = [np.zeros(len(self.sources), np.int64)]
         for part, (start, stop) in enumerate(itertools.pairwise(self._starts.tolist())):
-            if not 0 <= start < stop:
-                raise ValueError(f"Mix: changes[{stop}]: numbers of samples are above 0")
             self._before.append(self._taken_in(part, stop - start))
         self.fingerprint = fingerprint_of(
             "Mix", *(f"{name}={getattr(source, 'fingerprint', '')}" for name, source in self.sources.items())
         )
-        sizes: list[Any] = [getattr(source, "vocab_size", None) for source in self.sources.values()]
-        self.vocab_size = None if None in sizes else max(sizes)
-        self.tokenizer = getattr(next(iter(self.sources.values())), "tokenizer", None)
+        sizes = (getattr(source, "vocab_size", None) for source in self.sources.values())
+        self.vocab_size = max((size for size in sizes if size is not None), default=None)
+        self.tokenizer: DatasetTokenizer | None = None
+        for name, source in self.sources.items():
+            require_same_tokens(self.tokenizer, own := tokenizer_of(source), f"data.sources.{name}")
+            self.tokenizer = self.tokenizer or own
 
     def __len__(self) -> int:
         return int(self._lengths.sum())
@@ -90,7 +101,7 @@ class Mix(BatchedDataset):
         blocks = (flat - self._starts[parts]) // BLOCK
         for part, block in np.unique(np.stack((parts, blocks)), axis=1).T.tolist():
             here = (parts == part) & (blocks == block)
-            source_of, ordinals = _block(self._seed, int(self._starts[part]), block, self._counts[part])
+            source_of, ordinals = _block(self.seed, int(self._starts[part]), block, self._counts[part])
             within = flat[here] - self._starts[part] - block * BLOCK
             sources = source_of[within]
             counts = np.array(self._counts[part])
@@ -103,7 +114,7 @@ class Mix(BatchedDataset):
         epochs, positions = np.divmod(numbers, self._lengths[sources])
         samples = np.empty_like(numbers)
         for source, name in enumerate(self.sources):
-            own_seed = derive_seeds(self._seed, (3, hash_key(name)))[0]
+            own_seed = derive_seeds(self.seed, (3, hash_key(name)))[0]
             for epoch in np.unique(epochs[sources == source]).tolist():
                 here = (sources == source) & (epochs == epoch)
                 count = int(self._lengths[source])
@@ -113,7 +124,7 @@ class Mix(BatchedDataset):
     def _taken_in(self, part: int, count: int) -> np.ndarray:
         """Return the samples of each source before the position ``count`` behind the start of a part."""
         block, rest = divmod(count, BLOCK)
-        source_of, _ = _block(self._seed, int(self._starts[part]), block, self._counts[part])
+        source_of, _ = _block(self.seed, int(self._starts[part]), block, self._counts[part])
         in_block = np.bincount(source_of[:rest], minlength=len(self.sources))
         taken: np.ndarray = self._before[part] + np.array(self._counts[part]) * block + in_block
         return taken
@@ -131,6 +142,8 @@ class Mix(BatchedDataset):
     def batch(self, indices: np.ndarray) -> Any:
         """Return samples ``indices`` [b] as tensors whose dim 0 is b."""
         indices = np.asarray(indices)
+        if self._interleaved is not None:
+            indices = self._interleaved[indices]
         sources = np.searchsorted(self._firsts + self._lengths, indices, side="right")
         places, parts = [], []
         for number, (name, source) in enumerate(self.sources.items()):
@@ -164,7 +177,7 @@ def _dataset(name: str, source: Any, split: str, defaults: Mapping[str, Any]) ->
     spec = parse_data(source)
     if spec.reading_options:
         raise ValueError(f"Mix: {', '.join(spec.reading_options)} of {name!r}: set it in data, for all sources")
-    if not spec.is_data and not spec.takes_split and split == "validation":
+    if not spec.takes_split and split == "validation":
         raise TooLittleData(f"Mix: {name!r} takes no split='validation'")
     dataset = spec.build({**defaults, "split": split} if spec.takes_split else defaults)
     if not isinstance(dataset, BatchedDataset):
@@ -172,19 +185,33 @@ def _dataset(name: str, source: Any, split: str, defaults: Mapping[str, Any]) ->
             f"Mix: {name!r} is a {type(dataset).__name__}, not a dataset that reads batches: make it a subclass of "
             f"colossus.data.BatchedDataset"
         )
+    if hasattr(dataset, "samples_at"):
+        raise ValueError(f"Mix: {name!r} has an order of its own, as a Mix has: make its sources those of this Mix")
     return dataset
+
+
+def _starts(changes: Any) -> dict[int, Any]:
+    """Return the weights by the number of the first sample, in order."""
+    try:
+        starts = dict(sorted((int(start), weights) for start, weights in changes.items()))
+    except (AttributeError, TypeError, ValueError):
+        starts = {0: None}
+    if min(starts, default=1) < 1:
+        raise ValueError(f"Mix: changes = {changes!r}: a dict, number of a sample, above 0 -> weights from it on")
+    return starts
 
 
 def _places(weights: Mapping[str, float], names: Mapping[str, Any], start: int) -> tuple[int, ...]:
     """Return the places of each source in a block: shares by the largest remainder."""
     key = f"changes[{start}]" if start else "weights"
-    values = [weights.get(name, -1.0) for name in names]
-    if set(weights) != set(names) or not all(0 <= value < math.inf for value in values) or not sum(values):
-        raise ValueError(f"Mix: {key} = {dict(weights)}: one number from 0 on for each of {', '.join(names)}")
-    shares = np.array(values) / sum(values) * BLOCK
+    values = [weights.get(name) for name in names] if isinstance(weights, Mapping) else [None]
+    numbers = [value for value in values if isinstance(value, int | float) and 0 <= value < math.inf]
+    if len(numbers) < len(names) or set(weights) != set(names) or not sum(numbers):
+        raise ValueError(f"Mix: {key} = {weights!r}: one number from 0 on for each of {', '.join(names)}")
+    shares = np.array(numbers) / sum(numbers) * BLOCK
     counts = np.floor(shares).astype(int)
     counts[np.argsort(counts - shares, kind="stable")[: BLOCK - int(counts.sum())]] += 1
-    for name, value, count in zip(names, values, counts.tolist(), strict=True):
+    for name, value, count in zip(names, numbers, counts.tolist(), strict=True):
         if value and not count:
             raise ValueError(f"Mix: {key}: {name!r} would have less than one of {BLOCK:,} samples")
     return tuple(counts.tolist())

@@ -149,14 +149,14 @@ def tokenizer_of(data: Any) -> DatasetTokenizer | None:
     return None
 
 
-def require_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
-    """Raise ValueError if training and validation data have different tokenizers."""
-    if train is None or not isinstance(validation, DatasetTokenizer):
+def require_same_tokens(train: DatasetTokenizer | None, other: Any, key: str) -> None:
+    """Raise ValueError if the training data and other data, that of ``key``, have different tokenizers."""
+    if train is None or not isinstance(other, DatasetTokenizer):
         return
-    if (train.name, train.content) != (validation.name, validation.content):
+    if (train.name, train.content) != (other.name, other.content):
         raise ValueError(
-            f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
-            f"{train.path or train.name}; use the same tokenizer for both (data.tokenizer, data.validation.tokenizer)"
+            f"{key}: its ids are of {other.path or other.name}, those of the training data of "
+            f"{train.path or train.name}; use the same tokenizer for both (data.tokenizer, {key}.tokenizer)"
         )
 
 

@@ -129,8 +129,8 @@ def check_split(split: str, validation_fraction: float, name: str) -> None:
     """Raise ValueError on an unknown split or share."""
     if split not in SPLITS:
         raise ValueError(f"{name}: split = {split!r} is not one of {', '.join(map(repr, SPLITS))}")
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"{name}: validation_fraction = {validation_fraction} is outside 0 <= share < 1")
+    if not isinstance(validation_fraction, int | float) or not 0 <= validation_fraction < 1:
+        raise ValueError(f"{name}: validation_fraction = {validation_fraction!r} is outside 0 <= share < 1")
     if split == "validation" and validation_fraction == 0:
         raise TooLittleData(f"{name}: validation_fraction = 0, so nothing is held out for validation")
 

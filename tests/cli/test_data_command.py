@@ -33,11 +33,11 @@ def test_rows_are_shown_with_their_documents(capsys: pytest.CaptureFixture[str])
     assert lines[0] == "Packed best_fit (train): 3 rows of 16, 3 documents, padding 10.42%, 1 long ones cut"
     assert lines[1].startswith("  Text, tokenizer bytes: 3 documents, 43 tokens, fingerprint ")
     assert lines[2].startswith("      Jsonl x.jsonl (")
-    assert [row.strip() for row in rows[:2]] == [
+    assert [row.strip() for row in rows[:3]] == [
         "row 0: 1 documents, 16 tokens, 16 labels, 0 of padding\na long text of 2",
-        "row 1: 1 documents, 13 tokens, 12 labels, 3 of padding\ntwelve bytes",
+        "row 1: 2 documents, 14 tokens, 12 labels, 2 of padding\n5 bytes..\n|abc",
+        "row 2: 1 documents, 13 tokens, 12 labels, 3 of padding\ntwelve bytes",
     ]
-    assert rows[2].strip() == "row 2: 2 documents, 14 tokens, 12 labels, 2 of padding\n5 bytes..\n|abc"
 
 
 def test_documents_are_prepared_once_by_processes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,4 +64,6 @@ def test_what_is_wrong_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> N
     assert "no source of documents named 'Json'. Did you mean 'Jsonl'?" in refused(
         "show", "c.py", "data.source.source.type=Json"
     )
+    option = "data.source.source: Jsonl has no option 'skip'; it has path"
+    assert option in refused("show", "c.py", "data.source.source.skip=True")
     assert "invalid choice: 'shew'" in refused("shew", "c.py")

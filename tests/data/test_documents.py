@@ -55,7 +55,6 @@ def test_json_lines_are_rows_with_their_numbers(tmp_path: Path, suffix: str, mon
     write_rows(tmp_path / f"a{suffix}", rows[:3])
     source = Jsonl(tmp_path / f"*{suffix}")
     assert rows_of(source) == rows[:3] + rows
-    assert source.count() == 43
     assert (len(source.pieces()) > 10) == (suffix == ".jsonl")
     numbers = [number for piece in source.pieces()[1:] for number, row in source.read(piece) if row in rows[20:]]
     assert numbers[-20:] == [*range(23, 43)]
@@ -78,7 +77,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=300)
     source = Parquet(tmp_path / "a.parquet")
     assert rows_of(source) == rows
-    assert (source.count(), [piece.line for piece in source.pieces()]) == (1000, [1, 301, 601, 901])
+    assert [piece.line for piece in source.pieces()] == [1, 301, 601, 901]
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"b\.parquet cannot be read"):
         Parquet(tmp_path / "b.parquet").pieces()
@@ -90,7 +89,7 @@ def test_data_sets_of_hugging_face_are_rows(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(tmp_path / "set")
     assert rows_of(HuggingFaceDataset(whole)) == rows_of(HuggingFaceDataset(tmp_path / "set", "train")) == rows
-    assert HuggingFaceDataset(tmp_path / "set", "test").count() == 5
+    assert len(rows_of(HuggingFaceDataset(tmp_path / "set", "test"))) == 5
     with pytest.raises(ValueError, match="has the splits train, test: set split"):
         HuggingFaceDataset(tmp_path / "set")
     assert HuggingFaceDataset(whole).fingerprint != HuggingFaceDataset(whole.select(range(9))).fingerprint

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from colossus.data import TokenWindows, build_loaders, mix
 from colossus.data.documents.packed import Packed
 from colossus.data.mix import Mix
+from colossus.data.tokenizer import DatasetTokenizer
 from colossus.data.tokens import TooLittleData
 
 #: first id of each source
@@ -75,11 +76,13 @@ def test_weights_are_exact_to_a_place_of_a_block() -> None:
     assert mixture(dict(code=1, books=1, talk=1)).taken(20) == dict(code=7, books=7, talk=6)
 
 
-def read(steps: int, batch: int, data_size: int, state: Any = None, **options: Any) -> tuple[list[int], Any]:
+def read(
+    steps: int, batch: int, data_size: int, state: Any = None, own_seed: int = 5, **options: Any
+) -> tuple[list[int], Any]:
     """The first ids of samples in the order of the global batch, and the state after them."""
     data = dict(type=lambda seed: mixture(dict(code=3, books=6, talk=1), seed=seed, **options))
     own = [
-        build_loaders(data, seed=5, global_batch_size=batch, data_rank=rank, data_size=data_size)
+        build_loaders(data, seed=own_seed, global_batch_size=batch, data_rank=rank, data_size=data_size)
         for rank in range(data_size)
     ]
     for loaders in own if state is not None else ():
@@ -118,25 +121,40 @@ def test_other_weights_for_samples_that_were_read_are_refused() -> None:
     _, state = read(10, 4, 1)
     with pytest.raises(ValueError, match=r"had given \{'code': 12.*data\.changes=\{40: \.\.\}"):
         read(1, 4, 1, state, changes={20: dict(code=0, books=1, talk=1)})
+    with pytest.raises(ValueError, match=r"made by the seed 5 when .* and is by 6 now: restore train.seed"):
+        read(1, 4, 1, state, own_seed=6)
     state["fingerprint"] = "of other sources"
     with pytest.raises(ValueError, match="its fingerprint was of other so"):
         read(1, 4, 1, state)
 
 
 def test_validation_is_all_of_each_source() -> None:
-    sources = dict(a=dict(type=packed, count=30), b=dict(type=packed, count=60))
+    sources = dict(a=dict(type=packed, count=30), b=dict(type=packed, count=60, length=6))
     data = dict(type="Mix", weights=dict(a=1, b=3), sources=sources)
     loaders = build_loaders(data, seed=0, global_batch_size=4, data_rank=0, data_size=1, seq_len=8)
     assert loaders.validation is not None
     batches = [*loaders.validation]
+    assert set((batches[0]["labels"] >= 0).sum(1).tolist()) == {4, 5}  # both are in the first
     assert sum(len(batch["labels"]) for batch in batches) == len(packed(8, "validation", 30)) + len(
         packed(8, "validation", 60)
     )
     assert "a 25.00% of" in loaders.description
 
 
-def packed(seq_len: int, split: str, count: int) -> Packed:
-    return Packed(Documents([5] * count), seq_len, split=split, validation_fraction=0.2)
+def test_a_mixture_has_the_tokenizer_and_the_vocabulary_of_its_sources() -> None:
+    sources = {name: windows(name, 4) for name in FIRST}
+    sources["books"].tokenizer = "bytes"  # type: ignore[attr-defined]
+    sources["books"].vocab_size = 7
+    mixed = Mix(sources, dict.fromkeys(FIRST, 1))
+    assert mixed.tokenizer is not None
+    assert (mixed.tokenizer.name, mixed.vocab_size) == ("bytes", 7)
+    sources["talk"].tokenizer = DatasetTokenizer("tokenizer.json", b"{}")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"data\.sources\.talk: its ids are of tokenizer\.json, those .* of bytes"):
+        Mix(sources, dict.fromkeys(FIRST, 1))
+
+
+def packed(seq_len: int, split: str, count: int, length: int = 5) -> Packed:
+    return Packed(Documents([length] * count), seq_len, split=split, validation_fraction=0.2)
 
 
 def test_what_does_not_fit_is_told_in_words() -> None:
@@ -144,6 +162,18 @@ def test_what_does_not_fit_is_told_in_words() -> None:
         mixture(dict(code=1, books=1))
     with pytest.raises(ValueError, match=r"changes\[40\].*one number from 0 on"):
         mixture(dict(code=1, books=1, talk=1), changes={40: dict(code=1, books=1, talk=-1)})
+    for changes in ({0: dict(code=1, books=1, talk=1)}, {"x": {}}, [1]):
+        with pytest.raises(ValueError, match=r"Mix: changes = .*number of a sample, above 0"):
+            mixture(dict(code=1, books=1, talk=1), changes=changes)
+    for weights in ([1, 1], dict(code="1", books=1, talk=1), 3):
+        with pytest.raises(ValueError, match=r"Mix: weights = .*one number from 0 on"):
+            mixture(weights)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Mix: sources = "):
+        Mix([1], {"x": 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Mix: 'x' has an order of its own"):
+        Mix({"x": mixture(dict(code=1, books=1, talk=1))}, {"x": 1})
+    with pytest.raises(TooLittleData, match="'code' takes no split='validation'"):
+        Mix({"code": windows("code", 4)}, {"code": 1}, split="validation")
     with pytest.raises(ValueError, match="'code' would have less than one of 20 samples"):
         mixture(dict(code=1, books=1000, talk=1000))
     with pytest.raises(ValueError, match="'x' is a list, not a dataset that reads batches"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from helpers.documents import Documents, texts, write_rows
 from helpers.long import long
 from helpers.ranks import run_ranks
+from helpers.tokenizer import make_tokenizer
 from helpers.training import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,10 @@ from hypothesis import strategies as st
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data import TooLittleData, build_loaders
+from colossus.data.documents.encoder import Text
 from colossus.data.documents.packed import NO_LABEL, Packed
 from colossus.data.documents.packing import STRATEGIES, best_fit
+from colossus.data.documents.row_source import Piece, RowSource
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
@@ -117,6 +121,50 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         Packed(Documents([10]), 10, validation_fraction=0, vocab_size=9).batch(np.array([0]))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(source=dict(type="Jsonl")), "data.source: Jsonl needs 'path': set data.source.path"),
+        (dict(source=dict(type="Text", source=dict(type="Jsonl", pth=1))), "data.source.source: Jsonl has no option"),
+        (dict(source=dict(type="Jsonl", path=5)), "5 is a int, not a path"),
+        (dict(source=dict(path="x")), "data.source needs a 'type'"),
+        (dict(source=dict(type=lambda: Text(Own())), tokenizer="model"), "data.source: its ids are of bytes"),
+        (dict(source=Text(dict(type="StdlibFiles")), tokenizer="model"), "data.source: its ids are of bytes"),
+        (dict(source=Documents([3]), validation_fraction="0.1"), "validation_fraction = '0.1' is outside"),
+    ],
+)
+def test_sources_and_options_that_do_not_fit_are_told_in_words(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Packed(seq_len=8, **options)
+
+
+class Own(RowSource):
+    """A source that takes no tokenizer."""
+
+    name = fingerprint = "own"
+
+    def pieces(self) -> list[Piece]:
+        return [Piece("own", 0, 1)]
+
+    def read(self, piece: Piece) -> Any:
+        yield 1, {"text": "own"}
+
+
+def test_a_function_that_gives_rows_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Packed(dict(type=lambda: Own()), 8, validation_fraction=0, tokenizer="bytes").num_documents == 1
+
+
+def test_the_first_rows_of_best_fit_are_of_all_lengths() -> None:
+    rows = Packed(Documents([*range(1, 65)]), 64, validation_fraction=0)
+    longest = [int(np.bincount(row["inputs"]["documents"]).max()) for row in rows]
+    assert np.mean(longest[: len(rows) // 2]) == pytest.approx(np.mean(longest), rel=0.2)
+
+
 # -- resumes ----------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +219,8 @@ def test_epochs_have_every_row_once_and_another_order() -> None:
 def test_a_changed_fingerprint_is_an_error_in_words() -> None:
     _, state = read(2, 4, 1)
     assert state["fingerprint"]
+    with pytest.raises(ValueError, match=r"its fingerprint was .* and is None"):
+        build_loaders([1] * 8, seed=5, global_batch_size=4, data_rank=0, data_size=1).train.load_state_dict(state)
     with pytest.raises(
         ValueError, match=r"its fingerprint was other finger and is \w{12} \(Packed.*checkpoint\.weights"
     ):

@@ -56,9 +56,6 @@ class Parquet(RowSource):
             yield from enumerate(batch.to_pylist(), start=line)
             line += batch.num_rows
 
-    def count(self) -> int:
-        return sum(_parquet(file).metadata.num_rows for file in self.files)
-
     def place(self, title: str, line: int) -> str:
         return f"{title}, row {line:,}"
 
@@ -113,9 +110,6 @@ class HuggingFaceDataset(RowSource):
             columns = self.rows[start : min(start + _AT_ONCE, piece.stop)]
             for number, values in enumerate(zip(*columns.values(), strict=True), start=start + 1):
                 yield number, dict(zip(columns, values, strict=True))
-
-    def count(self) -> int:
-        return len(self.rows)
 
     def place(self, title: str, line: int) -> str:
         return f"{title}, row {line:,}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
-from colossus.data.documents.kinds import DOCUMENTS
+from colossus.data.documents.kinds import make_source
 from colossus.data.documents.row_source import BadRow, Row, RowSource, fingerprint_of
 from colossus.data.tokenizer import dataset_tokenizer, load_tokenizer
 
@@ -178,7 +178,7 @@ def make_rows(spec: Any, user: str) -> RowSource:
     Raises:
         ValueError: if it is none.
     """
-    source = DOCUMENTS.build(spec) if isinstance(spec, dict) else spec
+    source = make_source(spec, {}, "data.source.source") if isinstance(spec, Mapping) else spec
     if not isinstance(source, RowSource):
         raise ValueError(
             f"{user}: source = {type(source).__name__} is no source of rows; use dict(type=..), for "

@@ -1,6 +1,14 @@
 """Names of sources of documents in configs: of rows, of encoders of rows, of documents of token ids."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 from colossus.registry import Registry
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 DOCUMENTS = Registry(
     "source of documents",
@@ -18,3 +26,49 @@ DOCUMENTS = Registry(
         "WebDataset": "colossus.data.documents.tars:WebDataset",
     },
 )
+
+
+def call_with_options(kind: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Any:
+    """Return ``kind(**options)``.
+
+    Args:
+        kind: a class or function.
+        options: its options in a config.
+        defaults: further arguments: it receives those that it has, are not None, and are not in the options.
+        key: key of the config, for messages.
+
+    Raises:
+        ValueError: if ``kind`` does not have an option, or lacks one that it needs.
+    """
+    title, parameters = getattr(kind, "__name__", type(kind).__name__), parameters_of(kind)
+    names = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+    open_ended = not parameters or len(names) < len(parameters)
+    for option in () if open_ended else sorted(options.keys() - names):
+        raise ValueError(f"{key}: {title} has no option {option!r}; it has {', '.join(names)}")
+    arguments = {name: value for name, value in defaults.items() if name in names and value is not None} | dict(options)
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in arguments:
+            raise ValueError(f"{key}: {title} needs {name!r}: set {key}.{name}")
+    return kind(**arguments)
+
+
+def parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable, by name."""
+    try:
+        return inspect.signature(kind).parameters
+    except (TypeError, ValueError):  # some built-ins have no signature
+        return {}
+
+
+def make_source(spec: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Any:
+    """Return what ``dict(type=.., **options)`` makes; see `call_with_options`.
+
+    Raises:
+        ValueError: if there is no such source, or its options do not fit.
+    """
+    options = dict(spec)
+    kind = options.pop("type", None)
+    kind = DOCUMENTS.get(kind) if isinstance(kind, str) else kind
+    if not callable(kind):
+        raise ValueError(f"{key} needs a 'type': dict(type=.., **options); known: {', '.join(DOCUMENTS.names())}")
+    return call_with_options(kind, options, defaults, key)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from colossus.data.documents.encoder import Encoder, Text
-from colossus.data.documents.kinds import DOCUMENTS
+from colossus.data.documents.kinds import DOCUMENTS, make_source
 from colossus.data.documents.packing import STRATEGIES, Spans, pack
 from colossus.data.documents.prepare import prepared
 from colossus.data.documents.row_source import RowSource, fingerprint_of
 from colossus.data.documents.token_documents import TokenDocuments
 from colossus.data.sampler import permute
+from colossus.data.tokenizer import dataset_tokenizer, require_same_tokens
 from colossus.data.tokens import BatchedDataset, TooLittleData, check_split
 
 #: label of a token that has no next one in its document, or none that is trained on
@@ -44,7 +46,7 @@ class Packed(BatchedDataset):
         validation_fraction: fraction of the documents that is held out; 0 holds nothing out.
         tokenizer: tokenizer of an encoder that names none, see `Encoder`.
         vocab_size: ids must be below it; None if it is unknown.
-        seed: seed of the order in which documents are packed.
+        seed: seed of the order in which documents are packed, and of that of the rows.
 
     Attributes:
         documents: the documents of all splits.
@@ -76,7 +78,8 @@ class Packed(BatchedDataset):
                 f"seq_len = {seq_len} of 1 or more"
             )
         self.documents = make_documents(source, tokenizer)
-        self.seq_len, self.strategy, self.name = seq_len, strategy, f"Packed {strategy} ({split})"
+        self.seed, self.seq_len, self.strategy = seed, seq_len, strategy
+        self.name = f"Packed {strategy} ({split})"
         self.long = long or ("cut" if self.documents.trained is None else "error")
         self.tokenizer = self.documents.tokenizer
         self.vocab_size = getattr(self.documents, "vocab_size", None)
@@ -116,6 +119,8 @@ class Packed(BatchedDataset):
     def batch(self, indices: np.ndarray) -> dict[str, Any]:
         """Return ``inputs = dict(ids, documents, positions)`` and ``labels``, int64 [b, seq_len], of rows [b]."""
         rows, tokens, shape = np.asarray(indices), self.documents.tokens, (len(indices), self.seq_len)
+        # best fit makes rows in the order of falling lengths, but any first rows are to be like all others
+        rows = permute(rows, len(self), self.seed, 1)
         first, counts = self._spans.rows[rows], self._spans.rows[rows + 1] - self._spans.rows[rows]
         spans = _ranges(first, counts)
         starts, lengths = self._spans.starts[spans], self._spans.lengths[spans]
@@ -182,18 +187,16 @@ def make_documents(source: Any, tokenizer: str | os.PathLike[str] | None = None)
 
 def make_encoder(source: Any, tokenizer: str | os.PathLike[str] | None = None) -> Encoder | TokenDocuments:
     """Return the encoder of a source, or the documents where they are token ids already; see `make_documents`."""
-    made = source
-    if isinstance(source, dict):
-        made = DOCUMENTS.get(source["type"]) if isinstance(source.get("type"), str) else source.get("type")
-        takes_tokenizer = not (isinstance(made, type) and issubclass(made, RowSource))
-        defaults = {"tokenizer": tokenizer} if takes_tokenizer and tokenizer is not None else {}
-        made = DOCUMENTS.build({**defaults, **source})
+    is_named = isinstance(source, Mapping)
+    made = make_source(source, {"tokenizer": tokenizer}, "data.source") if is_named else source
     if isinstance(made, RowSource):
         made = Text(made, tokenizer=tokenizer)
     if not isinstance(made, Encoder | TokenDocuments):
         raise ValueError(
             f"source = {type(made).__name__} gives no documents; use dict(type=..) of {', '.join(DOCUMENTS.names())}"
         )
+    if not (is_named and "tokenizer" in source):
+        require_same_tokens(dataset_tokenizer(tokenizer, "Packed"), made.tokenizer, "data.source")
     return made
 
 

@@ -46,7 +46,8 @@ def encode_piece(encoder: Encoder, piece: Piece) -> PieceTokens:
             if document.kind not in encoder.skip:
                 raise ValueError(
                     f"{encoder.source.place(piece.title, line)}: {document}; mend the row, or leave out all rows of "
-                    f"this kind ({BadRow.KINDS[document.kind]}) by skip=[{document.kind!r}]"
+                    f"this kind ({BadRow.KINDS[document.kind]}) by skip=[{document.kind!r}] in the encoder: "
+                    f"dict(type={type(encoder).__name__!r}, source=.., skip=[{document.kind!r}])"
                 )
             skipped[document.kind] += 1
             continue

@@ -81,10 +81,6 @@ class RowSource(ABC):
     def read(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
         """Yield the number of each row in its file, from 1, and the row, or why it cannot be read."""
 
-    @abstractmethod
-    def count(self) -> int:
-        """Return the number of rows. Files of text lines are read for it."""
-
     def place(self, title: str, line: int) -> str:
         """Return the place of a row for messages."""
         return f"{title}, line {line:,}"
@@ -106,7 +102,7 @@ def matching_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         ValueError: if a path or pattern has no file.
     """
     files: list[Path] = []
-    for entry in [path] if isinstance(path, str | os.PathLike) else path:
+    for entry in path if isinstance(path, Sequence) and not isinstance(path, str) else [path]:
         pattern = os.fspath(user_path(entry))
         matches = [pattern]
         if has_magic(pattern) and not os.path.exists(pattern):

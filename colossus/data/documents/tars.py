@@ -65,8 +65,5 @@ class WebDataset(RowSource):
         if row:
             yield number, BadRow("broken", problem) if problem else row
 
-    def count(self) -> int:
-        return sum(1 for piece in self.pieces() for _ in self.read(piece))
-
     def place(self, title: str, line: int) -> str:
         return f"{title}, row {line:,}"

@@ -39,9 +39,6 @@ class _Files(RowSource):
         for number, (title, path, size) in enumerate(self.files[piece.start : piece.stop], start=piece.line):
             yield number, {"text": path.read_bytes()[:size].decode("utf-8", "replace"), "path": title}
 
-    def count(self) -> int:
-        return len(self.files)
-
     def place(self, title: str, line: int) -> str:
         return f"{title}, file {self.files[line - 1][0]}"
 
