@@ -42,7 +42,7 @@ class FunctionPairs(Dataset):
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     def row(self, head: str, body: str) -> dict[str, torch.Tensor]:
-        """The loss is of the body alone: labels are those of the next byte, -100 for the head and the padding."""
+        """Return ids and labels of a text: the next bytes of the body, -100 for those of the head and the padding."""
         text, start = (head + body).encode(), len(head.encode())
         ids, labels = torch.zeros(self.seq_len, dtype=torch.int64), torch.full((self.seq_len,), -100)
         ids[: len(text)] = torch.tensor(list(text))
@@ -51,15 +51,15 @@ class FunctionPairs(Dataset):
 
 
 def functions_of(text: str, most: int) -> list[tuple[str, list[str]]]:
-    """The functions of a file of at most so many bytes, with a body of five different lines or more."""
-    lines, found = text.splitlines(keepends=True), []
+    """Return head and body of each function of at most so many bytes, with a body of five different lines or more."""
+    lines, functions = text.splitlines(keepends=True), []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             start, stop, first = node.lineno - 1, node.end_lineno, node.body[0].lineno - 1
             head, body = "".join(lines[start:first]), lines[first:stop]
             if first > start and len(set(body)) > 4 and len("".join(lines[start:stop]).encode()) <= most:
-                found.append((head, body))
-    return found
+                functions.append((head, body))
+    return functions
 
 
 parallel = dict(data=2)

@@ -184,6 +184,11 @@ class TokenFile(TokenWindows):
 
 
 def open_tokens(path: Path, dtype: str | None, name: str) -> np.ndarray:
+    """Return the ids of a file, mapped: one dim of integers, of ``dtype`` (default uint16) where it is no .npy.
+
+    Raises:
+        ValueError: it has none.
+    """
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ValueError(f"{name} {what} (looked from {os.getcwd()}); set data.path to a file of token ids")

@@ -161,7 +161,7 @@ class GatedDeltaNet(Layer):
             )
         return segments
 
-    def _own(self, segments: Segments, count: int) -> range:
+    def _own(self, count: int) -> range:
         """Return the numbers of this rank's runs."""
         sequence = self.parallel.sequence
         first = 0 if sequence is None else self.context.index(sequence.axes) * count
@@ -183,7 +183,7 @@ class GatedDeltaNet(Layer):
         else:
             gathered = kept("the last documents of runs", lambda: collectives.all_gather(tails, group, dim=1).wait())
         earlier = dict(pairwise(reversed(segments.order)))
-        own = [earlier.get(number, len(segments.order)) for number in self._own(segments, runs.shape[1])]
+        own = [earlier.get(number, len(segments.order)) for number in self._own(runs.shape[1])]
         # one index of a tensor: the first rank takes zeros, but its backward takes part in the sum, too
         padded = torch.cat((gathered, before[:, :1]), 1)
         return torch.cat((padded[:, own], runs), 2)
@@ -247,7 +247,7 @@ class GatedDeltaNet(Layer):
             assert sequence is not None
             group = self.context.group(sequence.axes)
             maps = conjugate(chunks.affine().transpose(0, 1), "gather", "reduce_scatter", group, dim=0)
-            own = self._own(segments, query.shape[1])
+            own = self._own(query.shape[1])
             state = prefix_states(maps, segments.order, own).transpose(0, 1)
         out = chunks.outputs(state)
         return out.transpose(2, 3).flatten(1, 2)

@@ -80,7 +80,7 @@ class RoutedExperts(Layer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, placement = unwrap(hidden_states, self.parallel)
-        choices, weights = (unwrap(each, self.parallel)[0] for each in (top_k_index, top_k_weights))
+        choices, weights = (unwrap(tensor, self.parallel)[0] for tensor in (top_k_index, top_k_weights))
         y = mix(x, weights, choices, self.num_experts, self.group, self._experts, drops=True)
         return wrap(y, placement)
 

@@ -24,7 +24,7 @@ class DeltaChunks:
     """The products of each chunk that need no state, for [.., chunks, C tokens, features].
 
     For a state S before the chunk: new = values - corrections S; the outputs are reads S + within new, and the state
-    behind it is kept S + writes^T new.
+    behind it is decay S + writes^T new.
 
     Attributes:
         reads: the queries, decayed since the start of the chunk, [.., chunks, C, key_dim].
@@ -32,7 +32,7 @@ class DeltaChunks:
         values: [.., chunks, C, value_dim].
         corrections: [.., chunks, C, key_dim].
         writes: the keys, decayed until the end of the chunk, [.., chunks, C, key_dim].
-        kept: the decay of the state over the chunk, [.., chunks, 1, 1].
+        decay: the decay of the state over the chunk, [.., chunks, 1, 1].
         length: tokens without padding.
     """
 
@@ -41,7 +41,7 @@ class DeltaChunks:
     values: Tensor
     corrections: Tensor
     writes: Tensor
-    kept: Tensor
+    decay: Tensor
     length: int
 
     @staticmethod
@@ -91,9 +91,9 @@ class DeltaChunks:
         size = self.writes.shape[-1]
         identity = torch.eye(size, dtype=self.writes.dtype, device=self.writes.device)
         whole = F.pad(identity, (0, self.values.shape[-1])).expand(*self.writes.shape[:-3], -1, -1)
-        for chunk in range(self.kept.shape[-3]):
+        for chunk in range(self.decay.shape[-3]):
             new = F.pad(self.values[..., chunk, :, :], (size, 0)) - self.corrections[..., chunk, :, :] @ whole
-            whole = whole * self.kept[..., chunk, :, :] + self.writes[..., chunk, :, :].mT @ new
+            whole = whole * self.decay[..., chunk, :, :] + self.writes[..., chunk, :, :].mT @ new
         return whole
 
     def outputs(self, state: Tensor | None) -> Tensor:
@@ -102,10 +102,10 @@ class DeltaChunks:
             shape = (*self.writes.shape[:-3], self.writes.shape[-1], self.values.shape[-1])
             state = self.values.new_zeros(shape)
         out = []
-        for chunk in range(self.kept.shape[-3]):
+        for chunk in range(self.decay.shape[-3]):
             new = self.values[..., chunk, :, :] - self.corrections[..., chunk, :, :] @ state
             out.append(self.reads[..., chunk, :, :] @ state + self.within[..., chunk, :, :] @ new)
-            state = state * self.kept[..., chunk, :, :] + self.writes[..., chunk, :, :].mT @ new
+            state = state * self.decay[..., chunk, :, :] + self.writes[..., chunk, :, :].mT @ new
         return torch.cat(out, -2)[..., : self.length, :]
 
 
