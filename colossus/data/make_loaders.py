@@ -189,7 +189,8 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         ValueError: see `build_loaders`; or the loss takes pairs, and the data has none.
     """
     options, train = model_options(config), config.train
-    is_ours = isinstance(data, Named) and isinstance(data.type, str)  # of which none has pairs by itself
+    is_ours = isinstance(data, Named) and isinstance(data.type, str) and data.type in DATASETS._builtin
+    # none of ours has pairs by itself
     if is_ours and getattr(options, "counted", "") == "pairs" and data.options.get("collate_fn") is None:
         raise ValueError(
             f"model.objective compares the two texts of a pair, but rows of {data.type} are single texts: take a "

@@ -21,8 +21,13 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
     """Return the loss function that was passed to `colossus.initialize`, or the model's own.
 
     Raises:
-        ValueError: if there is none, or it has parameters, which nothing would train.
+        ValueError: if there is none, or it has parameters, which nothing would train; or the model has an objective.
     """
+    if loss_fn is not None and getattr(getattr(model, "options", None), "objective", None) is not None:
+        raise ValueError(
+            "loss_fn: model.objective is the model's loss: leave one of them out. A loss of your own beside a frozen "
+            "model takes its log-probabilities from the batch"
+        )
     if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
         kind = type(loss_fn).__name__
         raise ValueError(

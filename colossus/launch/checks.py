@@ -127,12 +127,13 @@ def check_model(config: Config) -> ModelInfo | None:
 # -- weights --------------------------------------------------------------------------------------------------
 
 
-def check_weights(config: Config, folder: Path) -> None:
+def check_weights(config: Config, folder: Path, key: str = "checkpoint.weights") -> None:
     """Raise ConfigError where ``checkpoint.weights`` do not fit the model, if the model has a Hugging Face family.
 
     Args:
         config: the config of the run.
         folder: the folder of the weights.
+        key: their key, for messages.
     """
     options, weights = model_options(config), config.checkpoint.weights
     if config.model is None or options is None or weights is None:
@@ -153,7 +154,7 @@ def check_weights(config: Config, folder: Path) -> None:
             grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,
         )  # fmt: skip
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.weights = {weights.path!r}: {error}") from None
+        raise ConfigError(f"{key} = {weights.path!r}: {error}") from None
 
 
 # -- data -----------------------------------------------------------------------------------------------------

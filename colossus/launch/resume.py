@@ -12,16 +12,18 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.weight_sources import find_weights, manifest_of
-from colossus.config import Config, ConfigError
+from colossus.config import Config, ConfigError, Named, model_options
+from colossus.config.training import Weights
 from colossus.config.user_path import user_path
 from colossus.launch import run_folder
 from colossus.launch.checks import check_weights
+from colossus.models.tuning_options import options_of_reference
 
 AUTO = "auto"
 #: file in a folder of checkpoints outside of the run folder, with the path of the run folder
@@ -81,6 +83,7 @@ class Origin:
         """Raise ConfigError for folders of other runs, and for weights that are missing or do not fit the model."""
         if (weights := self.find_weights()) is not None:
             check_weights(self.config, weights)
+        _check_reference(self.config)
         if self.folder is not None:
             run_folder.check(self.folder, is_own=self.is_own)
         self._check_checkpoints()
@@ -136,6 +139,24 @@ class Origin:
             return "nothing: begins at step 1"
         manifest = read_manifest(self.checkpoint)
         return f"step {manifest.step} of {self.checkpoint}, saved under {manifest.plan.get('text', 'an unknown plan')}"
+
+
+def _check_reference(config: Config) -> None:
+    """Raise ConfigError where the weights that ``model.reference`` names are missing or do not fit it."""
+    options: Any = model_options(config)
+    wanted = getattr(options, "reference", None)
+    path = None if wanted is None else wanted.weights or wanted.path
+    if config.model is None or wanted is None or path is None:
+        return
+    try:
+        folder = find_weights(path)
+    except CheckpointError as error:
+        raise ConfigError(f"model.reference = {path!r}: {error}") from None
+    if wanted.path is None:  # a folder with a model of its own fits
+        model = Named(**{**options_of_reference(options), "type": config.model.type})
+        checkpoint = config.checkpoint.model_copy(update={"weights": Weights(path=path)})
+        beside = config.model_copy(update={"model": model, "checkpoint": checkpoint})
+        check_weights(beside, folder, "model.reference.weights")
 
 
 def _lost_metrics(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from colossus.layers.token_values import (
     LogitsLayout,
     SplitLogits,
     TokenFunction,
+    require_rows,
     require_same_vocabulary,
 )
 from colossus.sequence_parallel.kernels import soft_capped
@@ -58,6 +59,7 @@ class HeadProduct:
             return replace(self, x=self.x.detach(), weight=self.gather_weight().detach())
 
     def gather_weight(self) -> Tensor:
+        """Return the weight as it is multiplied by, which ranks may have split."""
         weight: Tensor = self.plans.weights.gather(self.weight, self.plans.w, self.x.dtype).wait()
         return weight
 
@@ -92,11 +94,7 @@ class _Chunks:
     def values(self, chunk: slice, product: Tensor) -> Tensor:
         """Return the values of the chunk's tokens from the product of the head."""
         logits, rows = self._head.logits(product), [x[:, chunk] for x in self._rows]
-        for x in rows:
-            if x.shape != logits.shape[:-1]:
-                raise located_error(
-                    f"labels have {tuple(x.shape)} tokens, but the logits of this chunk {tuple(logits.shape[:-1])}"
-                )
+        require_rows(rows, rows, logits)
         return self._function(SplitLogits(logits, self._head.layout), *self._logits_of_other(chunk), *rows)
 
     def _logits_of_other(self, chunk: slice) -> list[Tensor]:
@@ -128,11 +126,12 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: HeadProduct, of_chunk: _Chunks
     ) -> Tensor:
+        ctx.head, head = head, replace(head, x=x)
         weights = head.plans.weights
         note_weight(head.plans.groups, weight)
         gathered = head.gather_weight()
         save_for_backward(ctx, x, gathered if weights.keeps else None)
-        ctx.head, ctx.of_chunk = head, of_chunk
+        ctx.of_chunk = of_chunk
         with torch.autocast(x.device.type, enabled=False):
             values = [of_chunk.values(chunk, head.product(chunk, gathered)) for chunk in head.chunks()]
         return torch.cat(values, 1)
@@ -186,6 +185,8 @@ def values_in_chunks(
     if isinstance(other, HeadProduct):
         require_same_vocabulary(head.layout, other.layout)
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
-        chunks = _Chunks(head, function, [head.layout.rows_of(x) for x in tokens], other)
-        values: Tensor = _InChunks.apply(head.x, head.weight, head.bias, head, chunks)
+        # what lives until the backward has no x: it is saved as autograd saves, so that hooks may move or drop it
+        bare = replace(head, x=head.x.new_empty(0, *head.x.shape[1:]))
+        chunks = _Chunks(bare, function, [head.layout.rows_of(x) for x in tokens], other)
+        values: Tensor = _InChunks.apply(head.x, head.weight, head.bias, bare, chunks)
         return head.layout.samples_of(values)

@@ -64,6 +64,13 @@ def dpo_loss(
         ValueError: the samples of this rank are not pairs.
     """
     margins, counted = dpo_margins(input, reference, target, ignore_index=ignore_index)
+    return preference_loss(margins, counted, beta=beta, label_smoothing=label_smoothing, kind=kind)
+
+
+def preference_loss(
+    margins: Tensor, counted: Tensor, *, beta: float, label_smoothing: float, kind: Kind
+) -> tuple[Tensor, Tensor]:
+    """Return `dpo_loss` from the results of `dpo_margins`."""
     if kind == "ipo":
         losses = (margins - 1.0 / (2.0 * beta)).square()
     else:
@@ -119,7 +126,14 @@ def policy_loss(
             is this one, and the ratio is 1.
         reference: logits of the model to stay near to, or log-probabilities, as for `dpo_loss`; with ``kl_weight``.
         clip_high: by default ``clip``.
+        token_weights: as for `colossus.layers.cross_entropy`.
+
+    Raises:
+        ValueError: ``old_log_probs`` or ``token_weights`` are not [batch, tokens].
     """
+    for name, x in (("old_log_probs", old_log_probs), ("token_weights", token_weights)):
+        if x is not None and x.dim() != target.dim():
+            raise located_error(f"policy_loss: {name} has shape {tuple(x.shape)}, not [batch, tokens] like the labels")
     extra = [x for x in (advantages, old_log_probs, token_weights) if x is not None and x.dim() > 1]
     over_tokens, (labels, *more) = beside(input, target, *extra)
     rest = iter(more)
@@ -140,7 +154,15 @@ def group_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
     """Return (reward - mean) / (standard deviation + eps) of each group of consecutive texts, [texts] (GRPO).
 
     Groups must be whole: call it on all rewards, and put the result into the data.
+
+    Raises:
+        ValueError: groups are not whole, or of one text, which has no standard deviation.
     """
+    if rewards.dim() != 1 or group < 2 or len(rewards) % group:
+        raise located_error(
+            f"group_advantages: rewards of shape {tuple(rewards.shape)} in groups of {group}: pass [texts] of whole "
+            f"groups with 2 texts or more"
+        )
     groups = rewards.unflatten(0, (-1, group))
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + eps)).flatten()

@@ -16,7 +16,6 @@ from colossus.error_place import located_error
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.sequence_parallel.kernels import soft_capped
 from colossus.sharded_tensor.placement import HasRegions
 from colossus.sharded_tensor.regions import as_aligned, local, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor
@@ -111,15 +110,16 @@ class ChunkedLogits(NamedTuple):
     chunk: int
     cap: float | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"with model.loss_chunk the logits are made in chunks, by the losses of colossus.layers: they have no "
+            f"{name!r}; a loss of your own takes them with loss_chunk=None"
+        )
+
     @property
     def product(self) -> tuple[Tensor, int, float | None]:
         """Arguments of `colossus.layers.LMHead.product_of`."""
         return self.hidden, self.chunk, self.cap
-
-    def whole(self) -> Tensor:
-        """Return all logits, as the head returns them."""
-        logits: Tensor = self.head(self.hidden)
-        return logits if self.cap is None else soft_capped(logits, self.cap)
 
 
 Logits = Tensor | ChunkedLogits
@@ -159,10 +159,13 @@ def token_values(function: TokenFunction, logits: Logits, *tokens: Tensor, other
     rows = rows_of_tokens(shard, layout, tokens)
     if other is None:
         return layout.samples_of(function(SplitLogits(shard, layout), *rows))
-    with torch.no_grad():
-        beside, its_layout = split_logits(other.whole() if isinstance(other, ChunkedLogits) else other)
+    if isinstance(other, ChunkedLogits):
+        raise located_error(
+            "the logits of the other model come in chunks, but those of the model do not: give both the same loss_chunk"
+        )
+    beside, its_layout = split_logits(other.detach())
     require_same_vocabulary(layout, its_layout)
-    return layout.samples_of(function(SplitLogits(shard, layout), beside.detach(), *rows))
+    return layout.samples_of(function(SplitLogits(shard, layout), beside, *rows))
 
 
 def rows_of_tokens(logits: Tensor, layout: LogitsLayout, tokens: Sequence[Tensor]) -> list[Tensor]:
@@ -172,12 +175,17 @@ def rows_of_tokens(logits: Tensor, layout: LogitsLayout, tokens: Sequence[Tensor
         ValueError: they do not fit the rank's logits, or any tensor [.., features] in the layout of their rows.
     """
     rows = [layout.rows_of(x) if x.dim() == logits.dim() - 1 else x for x in tokens]
+    require_rows(tokens, rows, logits)
+    return rows
+
+
+def require_rows(tokens: Sequence[Tensor], rows: Sequence[Tensor], logits: Tensor) -> None:
+    """Raise ValueError unless numbers of tokens, as a rank's rows have them, fit its logits [.., features]."""
     for x, own in zip(tokens, rows, strict=True):
         if own.shape != logits.shape[:-1]:
             raise located_error(
                 f"labels have shape {tuple(x.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
             )
-    return rows
 
 
 def beside(logits: Logits, *tokens: Tensor) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from colossus.error_place import located_error
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import call, is_ours
 from colossus.layers.lm_head import LMHead, no_chunks
+from colossus.layers.lora import LoRALinear
 from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
@@ -27,7 +29,7 @@ from colossus.models.multi_token import (
     added_loss,
     with_next_tokens,
 )
-from colossus.models.objectives import loss_of_objective, metrics_of_objective
+from colossus.models.objectives import Loss, loss_of_objective
 from colossus.models.options import DecoderOptions, GPTOptions
 from colossus.models.reference import beside, make_reference
 from colossus.models.transformer import INIT, Transformer
@@ -78,14 +80,19 @@ class Decoder(Transformer[DecoderOptions]):
             norms = self.make_norm(), self.make_norm(), self.make_norm()
             self.next_token = NextToken(o.hidden_size, self.make_block(o.num_layers - 1), norms, INIT)
         self.reference = None if o.reference is None else make_reference(self, o.reference)
-        self._objective = None if o.objective is None else loss_of_objective(o.objective)
+        self._objective: Loss | None = None
         if o.objective is not None:
-            self.eval_metrics = metrics_of_objective(o.objective)
+            self._objective, self.eval_metrics = loss_of_objective(o.objective)
 
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
         own, wanted = self._own_blocks(), self.options.reference
         if wanted is None:
             return [*own]
+        if wanted.adapters_off and not any(isinstance(module, LoRALinear) for module in self.modules()):
+            raise located_error(
+                "reference.adapters_off: the model has no colossus.layers.LoRALinear, so it would be compared with "
+                "itself: adapt its linears in the function that builds it, or set reference = dict()"
+            )
         other = self._own_blocks() if self.reference is None else self.reference._own_blocks()
         return [*beside(own, other, self.parallel, is_shared=self.reference is None)]
 

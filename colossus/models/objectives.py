@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from colossus.layers.distillation import distillation_loss
-from colossus.layers.preference import dpo_loss, dpo_margins, policy_loss
-from colossus.layers.token_values import Logits
+from colossus.layers.preference import dpo_margins, policy_loss, preference_loss
+from colossus.layers.token_values import ChunkedLogits, Logits
 from colossus.models.multi_token import TOKEN_WEIGHTS
 from colossus.models.reference import Both
 from colossus.models.tuning_options import DistillationOptions, DPOOptions, GRPOOptions
@@ -22,26 +24,13 @@ Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 REFERENCE_LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES = "reference_log_probs", "old_log_probs", "advantages"
 
 
-def loss_of_objective(options: Any) -> Loss:
-    """Return the loss of an objective's options."""
-    kinds: dict[type, Any] = {DPOOptions: _dpo, GRPOOptions: _grpo, DistillationOptions: _distillation}
-    return partial(kinds[type(options)], o=options)
-
-
-def metrics_of_objective(options: Any) -> dict[str, Loss]:
-    """Return the metrics of evaluations: of DPO the mean ``margin``, and the part of pairs in which it is positive."""
-    if not isinstance(options, DPOOptions):
-        return {}
-
-    def margin(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        margins, counted = dpo_margins(*_compared(outputs, batch), batch["labels"])
-        return options.beta * margins.masked_fill(~counted, 0.0).sum(), counted.sum()
-
-    def accuracy(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        margins, counted = dpo_margins(*_compared(outputs, batch), batch["labels"])
-        return ((margins > 0) & counted).sum(), counted.sum()
-
-    return {"margin": margin, "accuracy": accuracy}
+def loss_of_objective(options: Any) -> tuple[Loss, dict[str, Loss]]:
+    """Return the loss of an objective's options, and the metrics of its evaluations (`_Preference`)."""
+    if isinstance(options, DPOOptions):
+        preference = _Preference(options)
+        return preference.loss, {"margin": preference.margin, "accuracy": preference.accuracy}
+    kinds: dict[type, Any] = {GRPOOptions: _grpo, DistillationOptions: _distillation}
+    return partial(kinds[type(options)], o=options), {}
 
 
 def _compared(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Logits, Logits]:
@@ -56,9 +45,38 @@ def _compared(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Logits, Logits
     )
 
 
-def _dpo(outputs: Any, batch: Mapping[str, Tensor], o: DPOOptions) -> tuple[Tensor, Tensor]:
-    own, reference = _compared(outputs, batch)
-    return dpo_loss(own, reference, batch["labels"], beta=o.beta, label_smoothing=o.label_smoothing, kind=o.kind)
+class _Preference:
+    """The loss of DPO and its metrics: the mean ``margin``, and the part of pairs in which it is positive.
+
+    In an evaluation the margins of a model's outputs are computed once.
+    """
+
+    def __init__(self, options: DPOOptions) -> None:
+        self._options = options
+        self._last = WeakTensorKeyDictionary()
+
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        o = self._options
+        margins = self._margins(outputs, batch)
+        return preference_loss(*margins, beta=o.beta, label_smoothing=o.label_smoothing, kind=o.kind)
+
+    def margin(self, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        margins, counted = self._margins(outputs, batch)
+        return self._options.beta * margins.masked_fill(~counted, 0.0).sum(), counted.sum()
+
+    def accuracy(self, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        margins, counted = self._margins(outputs, batch)
+        return ((margins > 0) & counted).sum(), counted.sum()
+
+    def _margins(self, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        (own, reference), labels = _compared(outputs, batch), batch["labels"]
+        logits = own.hidden if isinstance(own, ChunkedLogits) else own
+        others, margins = self._last.get(logits, ((None, None), None))
+        if margins is None or others[0] is not reference or others[1] is not labels:
+            margins = dpo_margins(own, reference, labels)
+            if not torch.is_grad_enabled():  # else the margins would keep the logits alive
+                self._last[logits] = (reference, labels), margins
+        return margins
 
 
 def _grpo(outputs: Any, batch: Mapping[str, Tensor], o: GRPOOptions) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layout.parameter import record_full_order
-from colossus.models.tuning_options import ReferenceOptions
+from colossus.models.tuning_options import ReferenceOptions, options_of_reference
 from colossus.registry import MODEL_SOURCES, MODELS
 
 
@@ -31,14 +31,15 @@ def make_reference(model: Any, wanted: ReferenceOptions) -> Any:
     """Return the reference of a decoder, frozen; None if it is the decoder itself without adapters."""
     if wanted.adapters_off:
         return None
-    options: dict[str, Any] = {name: getattr(model.options, name) for name in model.options.model_fields_set}
+    options = options_of_reference(model.options)
     build: Callable[..., Any] = type(model)
     if wanted.path is not None:
         spec, *_ = MODEL_SOURCES.get("hf")({"path": wanted.path})
         kind = MODELS.get(spec.pop("type"))
         build, options = kind, {**spec, "loss_chunk": model.options.loss_chunk}
-    own = {"objective": None, "reference": None, "sparse_embeddings": False}
-    reference: Any = build(**{**options, **(wanted.model or {}), **own})
+    reference: Any = build(**options)
+    if getattr(reference.options, "experts", None) is not None:
+        raise ValueError("reference: a model with experts cannot be one, since its routers count the tokens of a step")
     if reference.options.vocab_size != model.options.vocab_size:
         raise ValueError(
             f"the reference has a vocabulary of {reference.options.vocab_size}, the model one of "

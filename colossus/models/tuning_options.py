@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from colossus.config.errors import explain
 
 Weight = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -26,6 +28,12 @@ class DistillationOptions(_Options):
     top_k: Annotated[int, Field(ge=1)] | None = None
     #: weight of the labels' cross-entropy, the rest is the divergence's
     label_weight: Weight = 0.0
+
+    @model_validator(mode="after")
+    def _is_finite(self) -> DistillationOptions:
+        if self.reverse and self.top_k is not None:
+            raise ValueError("top_k leaves the reference no chance for other words, to which the reverse is infinite")
+        return self
 
 
 class DPOOptions(_Options):
@@ -86,13 +94,21 @@ class ReferenceOptions(_Options):
         return self
 
 
+def options_of_reference(options: Any) -> dict[str, Any]:
+    """Return the options of a decoder's reference, unless that is a folder with a model of its own."""
+    own = {name: getattr(options, name) for name in options.model_fields_set}
+    none = {"objective": None, "reference": None, "sparse_embeddings": False}
+    return {**own, **(options.reference.model or {}), **none}
+
+
 def tuning_problem(options: Any) -> str | None:
     """Return why a decoder's options do not go with its objective or reference, or None."""
     objective, reference = options.objective, options.reference
     if objective is None and reference is None:
         return None
-    if options.mtp_weight:
-        return "mtp_weight is of the loss of next tokens: leave it out with an objective or a reference"
+    ignored = next((key for key in ("mtp_weight", "label_smoothing", "z_loss") if getattr(options, key)), None)
+    if ignored is not None:
+        return f"{ignored} is of the loss of next tokens: leave it out with an objective or a reference"
     if objective is None:
         return "reference: no objective takes it; set objective = dict(type='distillation' or 'dpo' or 'grpo')"
     if objective.type == "distillation" and reference is None:
@@ -101,4 +117,12 @@ def tuning_problem(options: Any) -> str | None:
         return "reference: a model with experts runs beside no other, since its routers count the tokens of a step"
     if reference is not None and reference.adapters_off and (options.dropout or options.attention_dropout):
         return "reference.adapters_off: dropout would also be in the reference, which is the model itself: set it to 0"
+    if reference is not None and objective.type == "grpo" and not objective.kl_weight:
+        return "reference: objective grpo compares with none while its kl_weight is 0: set it, or leave reference out"
+    if reference is not None and reference.model is not None:
+        try:
+            type(options)(**options_of_reference(options))
+        except ValidationError as error:
+            problems = explain(error, type(options), "reference.model")
+            return "; ".join(f"{key}: {problem}" for key, problem in problems.items())
     return None

@@ -15,8 +15,10 @@ from helpers.training import batch_of
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.config import ConfigError, load_config
+from colossus.data.make_loaders import loaders_of
 from colossus.inference.config import find_source
 from colossus.inference.model import load_model
+from colossus.launch.resume import choose
 from colossus.layers import LoRALinear
 from colossus.models.gpt import GPT
 
@@ -166,6 +168,10 @@ def test_dropout_is_not_in_the_reference(tmp_path: Path) -> None:
         (dict(reference=dict()), "no objective takes it"),
         (dict(objective=dict(type="distillation")), "needs a reference"),
         (dict(DPO, mtp_weight=0.3), "mtp_weight"),
+        (dict(DPO, z_loss=1e-4), "z_loss is of the loss of next tokens"),
+        (dict(objective=dict(type="grpo"), reference=dict()), "its kl_weight is 0"),
+        (dict(objective=dict(type="distillation", reverse=True, top_k=3), reference=dict()), "the reverse is infinite"),
+        (dict(DPO, reference=dict(model=dict(num_layer=1))), "did you mean reference.model.num_layers"),
         (dict(objective=dict(type="dop")), "distillation"),
         (dict(DPO, reference=dict(parallel=dict(data=2))), "runs under the plan of the model"),
         (dict(DPO, reference=dict(adapters_off=True), dropout=0.1), "dropout"),
@@ -179,10 +185,16 @@ def test_what_does_not_go_together_is_refused_before_a_start(model: dict[str, An
         load_config(config_of(model, tmp_path))
 
 
+def rows_of_pairs() -> list[dict[str, torch.Tensor]]:
+    return [batch_of(0, SIZES, 2)] * 8
+
+
 def test_pairs_that_would_be_parted_are_refused(tmp_path: Path) -> None:
     texts = config_of(DPO, tmp_path, data=dict(type="PythonStdlib"))
     with pytest.raises(ValueError, match="rows of PythonStdlib are single texts"):
         colossus.initialize(texts)
+    own = load_config(config_of(DPO, tmp_path, data=dict(type=f"{__name__}:rows_of_pairs")))
+    loaders_of(own, own.data, data_rank=0, data_size=1, device="cpu").close()
     parted = config_of(DPO, tmp_path, schedule=dict(microbatches=2), train=dict(samples_interact=True))
     engine = colossus.initialize(parted)
     with pytest.raises(ValueError, match="parts the two texts of a pair"):
@@ -199,6 +211,26 @@ def test_a_missing_reference_is_told(tmp_path: Path) -> None:
         colossus.initialize(config_of(dict(DPO, reference=dict(model=dict(vocab_size=60))), tmp_path))
     with pytest.raises(ValueError, match="has learnt 8 positions"):
         colossus.initialize(config_of(dict(DPO, reference=dict(model=dict(seq_len=8))), tmp_path))
+    experts = dict(model=dict(experts=dict(num=2, top_k=1)))
+    with pytest.raises(ValueError, match="a model with experts cannot be one"):
+        colossus.initialize(config_of(dict(DPO, type="Llama", reference=experts), tmp_path))
+    with pytest.raises(ValueError, match="leave one of them out"):
+        colossus.initialize(config_of(DPO, tmp_path), loss_fn=lambda outputs, batch: (outputs.own.sum(), 1))
+    engine = colossus.initialize(config_of(dict(DPO, reference=dict(adapters_off=True)), tmp_path))
+    with pytest.raises(ValueError, match=r"has no colossus[.]layers[.]LoRALinear"):
+        engine.train_step(rows_of(engine, 0))
+    engine.close()
+
+
+def test_a_launch_looks_at_the_weights_of_a_reference(tmp_path: Path) -> None:
+    trained(config_of({}, tmp_path / "sft"), range(1), save=True)
+    for reference, words in (
+        (dict(weights=str(tmp_path / "nope")), "there is no such folder"),
+        (dict(weights=str(tmp_path / "sft"), model=dict(hidden_size=48)), "nothing in the checkpoint fits this model"),
+    ):
+        config = load_config(config_of({**DPO, "mlp": "gelu_tanh", "reference": reference}, tmp_path / "dpo"))
+        with pytest.raises(ConfigError, match=words):
+            choose(config).check()
 
 
 def test_log_probabilities_in_the_data_are_as_good_as_the_reference(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from helpers.long import but
 from helpers.modes import MODES
 from helpers.ranks import run_ranks
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import colossus
 from colossus import layers
@@ -176,6 +177,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         layers.distillation_loss(X, OTHER, LABELS, reverse=True, top_k=3)
     with pytest.raises(ValueError, match="a vocabulary of 24, the other one of 5"):
         layers.distillation_loss(X, OTHER[..., :5], LABELS)
+    chunked = ChunkedLogits(OTHER, None, 8)
+    with pytest.raises(ValueError, match="give both the same loss_chunk"):
+        layers.distillation_loss(X, chunked, LABELS)
+    with pytest.raises(AttributeError, match="made in chunks, by the losses"):
+        chunked.flatten(0, 1)
+    with pytest.raises(ValueError, match="token_weights has shape"):
+        layers.policy_loss(X, LABELS % HIDDEN, GAIN, token_weights=GAIN)
+    for rewards, group in ((GAIN, 1), (GAIN, 5)):
+        with pytest.raises(ValueError, match=f"in groups of {group}"):
+            layers.group_advantages(rewards, group)
 
 
 def test_advantages_of_a_group() -> None:
@@ -184,3 +195,20 @@ def test_advantages_of_a_group() -> None:
         layers.group_advantages(rewards, 3, eps=0.0)[:3], (rewards[:3] - 2.0) / rewards[:3].std()
     )
     assert layers.group_advantages(rewards, 3)[3:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_a_chunked_head_saves_can_be_moved_elsewhere() -> None:
+    """Its input is saved as autograd saves, and nowhere else."""
+
+    def body(rank: int) -> None:
+        x = (X * 1.0).requires_grad_()
+        inner = x * 2.0
+        storage = StorageWeakRef(inner.untyped_storage())
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
+            loss, _ = layers.cross_entropy(ChunkedLogits(inner, layers.LMHead(HIDDEN, VOCAB).double(), 50), LABELS)
+        del inner
+        assert storage.expired()
+        loss.backward()
+        assert x.grad is not None
+
+    run_ranks(1, body, with_context=False)

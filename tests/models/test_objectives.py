@@ -13,6 +13,9 @@ from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, 
 from helpers.twins import PlainGPT
 from torch import Tensor
 
+from colossus.models import objectives
+from colossus.models.tuning_options import DPOOptions
+
 STEPS, BATCH = 3, 24
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=12, vocab_size=53, seq_len=16)
 #: another model, whose blocks are spread over those of the model
@@ -152,6 +155,24 @@ def test_every_plan_follows_one_process(model: str, world: int) -> None:
             assert_parity(traces, alone(model), "fp64")
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+def test_an_evaluation_computes_the_margins_of_its_pairs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    margins_of = objectives.dpo_margins
+    monkeypatch.setattr(objectives, "dpo_margins", lambda *inputs: (calls.append(inputs[2]), margins_of(*inputs))[1])
+    loss, metrics = objectives.loss_of_objective(DPOOptions(type="dpo", beta=0.3))
+    own, other, labels = torch.randn(4, 3, 5), torch.randn(4, 3, 5), torch.randint(5, (4, 3))
+    with torch.no_grad():
+        for swapped in (labels, labels.flip(0)):
+            (total, count), (margin, _), (right, _) = (
+                function(objectives.Both(own, other), {"labels": swapped}) for function in (loss, *metrics.values())
+            )
+            margins, _ = margins_of(own, other, swapped)
+            assert (count, right) == (2, (margins > 0).sum())
+            torch.testing.assert_close(margin, 0.3 * margins.sum())
+            torch.testing.assert_close(total, -F.logsigmoid(0.3 * margins).sum())
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("model", MODELS)
