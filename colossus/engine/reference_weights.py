@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from colossus.checkpoint.errors import under_key
 from colossus.checkpoint.weight_sources import find_weights
+from colossus.config import Config, Named
 from colossus.engine.checkpoints import Checkpoints
 from colossus.state.state import State
 
@@ -33,5 +36,19 @@ def take_reference(state: State, checkpoints: Checkpoints) -> None:
     if path is not None:
         with under_key(key):
             take = partial(state.load_weights, reference=reference, on_progress=checkpoints.on_progress, **more)
-            checkpoints.read_newest(lambda damaged: find_weights(path, damaged), take, average)
+            folder = checkpoints.read_newest(lambda damaged: find_weights(path, damaged), take, average)
+        state.run.config = _with_folder(state.run.config, key, os.path.abspath(folder or path))
+        reference.weights_path = path
     reference.has_weights = True
+
+
+def _with_folder(config: Config, key: str, folder: str) -> Config:
+    """Return the config with the folder of a reference's weights in place of a path that may find newer ones later."""
+    weights, model = config.checkpoint.weights, config.model
+    if key == "checkpoint.weights" and weights is not None:
+        section = config.checkpoint.model_copy(update={"weights": weights.model_copy(update={"path": folder})})
+        return config.model_copy(update={"checkpoint": section})
+    spec = {} if model is None else model.spec()
+    if not isinstance(spec.get("reference"), Mapping) or spec["reference"].get("weights") is None:
+        return config
+    return config.model_copy(update={"model": Named(**{**spec, "reference": {**spec["reference"], "weights": folder}})})

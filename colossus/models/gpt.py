@@ -56,6 +56,8 @@ class Decoder(Transformer[DecoderOptions]):
     is_reference = False
     #: a reference that has the weights of its run
     has_weights = False
+    #: the path where they were found; None for initial values
+    weights_path: str | None = None
     reference: Decoder | None
 
     def __init__(self, **options: Any) -> None:

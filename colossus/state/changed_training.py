@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from colossus.arithmetic import listed
+from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, as_dict
 from colossus.config.learning_rates import LearningRates
 from colossus.config.printed import by_path
+from colossus.config.user_path import user_path
 from colossus.layout.parameter import logical_parameters
 from colossus.state.run import Run
 
@@ -81,6 +85,26 @@ class NextRate:
 def frozen_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that this rank does not train."""
     return [entry.name for entry in logical_parameters(model) if not entry.parameter.requires_grad]
+
+
+def require_same_reference(run: Run, reader: CheckpointReader) -> None:
+    """Raise CheckpointError where the path of a reference's weights now finds others than those of the checkpoint."""
+    path = getattr(getattr(run.model, "reference", None), "weights_path", None)
+    then, now = (_reference_folder(config) for config in (reader.manifest.config, as_dict(run.config)))
+    if path is None or then is None or then == now or not Path(then).is_relative_to(os.path.abspath(user_path(path))):
+        return
+    raise CheckpointError(
+        f"{reader.folder}: the reference had the weights of {then}, but {path} has newer ones, {now}: name the folder "
+        f"itself as model.reference.weights or checkpoint.weights, whichever has that path"
+    )
+
+
+def _reference_folder(config: Mapping[str, Any]) -> str | None:
+    """Return the folder of a reference's weights in a recorded config."""
+    of_reference = (config.get("model") or {}).get("reference") or {}
+    of_run = (config.get("checkpoint") or {}).get("weights") or {}
+    folder: str | None = of_reference.get("weights") or of_run.get("path")
+    return folder
 
 
 def warn_of_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values: Mapping[str, Any]) -> None:

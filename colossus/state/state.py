@@ -25,7 +25,7 @@ from colossus.comm.host_staging import all_to_host
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
-from colossus.state.changed_training import NextRate, warn_of_changes
+from colossus.state.changed_training import NextRate, require_same_reference, warn_of_changes
 from colossus.state.optimizer import (
     ParameterState,
     group_options,
@@ -210,6 +210,7 @@ class State:
                 f"{reader.folder} has weights only, no optimizer and no place in the data: no run can resume from it; "
                 f"checkpoint.weights, or run.checkpoints.load_weights, begins a run with them"
             )
+        require_same_reference(run, reader)
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)

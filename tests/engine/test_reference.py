@@ -13,6 +13,8 @@ from helpers.ranks import run_ranks
 from helpers.training import batch_of
 
 import colossus
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.folder import locate
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.data.make_loaders import loaders_of
@@ -87,6 +89,24 @@ def test_the_reference_has_the_weights_with_which_the_model_began_also_after_a_r
                 assert all(torch.equal(state[name], value) for name, value in first["own"].items())
         assert whole["own"].keys() == first["own"].keys()
         assert not torch.equal(whole["own"]["blocks.0.mlp.up.weight"], first["own"]["blocks.0.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("key", ["reference", "checkpoint"])
+def test_newer_weights_under_the_path_of_a_reference_are_refused(key: str, tmp_path: Path) -> None:
+    def tuned(path: str | None) -> dict[str, Any]:
+        reference = dict(weights=path) if key == "reference" else {}
+        begin = dict(weights=path) if key == "checkpoint" else {}
+        return config_of({**DPO, "reference": reference}, tmp_path / "dpo", checkpoint={**begin, "resume": "auto"})
+
+    base = str(tmp_path / "sft")
+    trained(config_of({}, tmp_path / "sft"), range(1), save=True)
+    first = str(locate(tmp_path / "sft"))
+    begun = trained(tuned(base), range(1), save=True)
+    trained(config_of({}, tmp_path / "sft", checkpoint=dict(resume="auto")), range(1, 2), save=True, resume=True)
+    with pytest.raises(CheckpointError, match="has newer ones"):
+        trained(tuned(base), range(1, 2), resume=True)
+    resumed = trained(tuned(first), range(1, 2), resume=True)
+    assert all(torch.equal(resumed["before"][name], value) for name, value in begun["before"].items())
 
 
 def test_a_checkpoint_is_that_of_the_model_alone(tmp_path: Path) -> None:
