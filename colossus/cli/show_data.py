@@ -15,6 +15,7 @@ from colossus.data.documents.packed import NO_LABEL
 from colossus.data.documents.prepare import preparing_with
 from colossus.data.make_loaders import loaders_of
 from colossus.data.tokenizer import DatasetTokenizer, load_tokenizer
+from colossus.data.tokens import BatchedDataset
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -22,13 +23,13 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 def prepare(config: Config, processes: int) -> list[str]:
     """Prepare the documents of a config by several processes, and return the tree of its training data."""
     with preparing_with(processes):
-        return _tree(_dataset(config))
+        return _dataset(config).tree()
 
 
 def render_data(config: Config, first: int, count: int, *, in_colour: bool) -> Iterator[str]:
     """Yield the lines of the tree of the training data, and of rows ``first`` to ``first + count - 1``."""
     dataset = _dataset(config)
-    yield from _tree(dataset)
+    yield from dataset.tree()
     if callable(epochs := getattr(dataset, "epochs", None)):
         by_name = epochs(BatchSizes(config.train.global_batch_size, config.train.batch_ramp).before(config.train.steps))
         by_source = ", ".join(f"{count:.2f} of {name}" for name, count in by_name.items())
@@ -37,9 +38,11 @@ def render_data(config: Config, first: int, count: int, *, in_colour: bool) -> I
         raise ConfigError(f"--from {first}: the training data has the rows 0 to {len(dataset) - 1}")
     for number in range(first, min(first + count, len(dataset))):
         sample = dataset[number]
-        inputs, labels = sample["inputs"], np.asarray(sample["labels"])
-        ids = np.asarray(inputs["ids"] if isinstance(inputs, dict) else inputs)
-        documents = np.asarray(inputs["documents"]) if isinstance(inputs, dict) else np.zeros_like(ids)
+        inputs = sample["inputs"] if isinstance(sample["inputs"], dict) else {"ids": sample["inputs"]}
+        ids, labels = np.asarray(inputs.get("ids", ())), np.asarray(sample["labels"])
+        if ids.ndim != 1 or ids.shape != labels.shape:
+            raise ConfigError(f"data: rows of tokens are shown, but {type(dataset).__name__} has other samples")
+        documents = np.asarray(inputs.get("documents", np.zeros_like(ids)))
         filled = len(ids) - _padding(ids, labels, documents)
         yield (
             f"\nrow {number}: {len(np.unique(documents[:filled])):,} documents, {filled:,} tokens, "
@@ -53,13 +56,9 @@ def _dataset(config: Config) -> Any:
     loaders = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu")
     dataset = getattr(loaders.train.source, "dataset", None)
     loaders.close()
-    if dataset is None or not hasattr(dataset, "batch"):
+    if not isinstance(dataset, BatchedDataset):
         raise ConfigError("data: rows of tokens are shown; this data has none that are read by number", config.source)
     return dataset
-
-
-def _tree(dataset: Any) -> list[str]:
-    return dataset.tree() if hasattr(dataset, "tree") else [dataset.describe()]
 
 
 def _padding(ids: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> int:

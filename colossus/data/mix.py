@@ -34,8 +34,8 @@ class Mix(BatchedDataset):
     Args:
         sources: name -> a dataset that reads batches (`BatchedDataset`), or ``dict(type=.., **options)`` of one.
         weights: name -> share of the samples; they need not add up to 1.
-        changes: number of a sample -> the weights from it on. The sample of a step is the step times
-            ``train.global_batch_size``.
+        changes: number of a sample -> the weights from it on. The first sample of a step is the step
+            times ``train.global_batch_size``, if the batch was always the same.
         seq_len, vocab_size, tokenizer, seed: for the sources that have these arguments.
         split: ``"train"`` or ``"validation"``.
 
@@ -168,7 +168,7 @@ class Mix(BatchedDataset):
         """Return the lines of the mixture and of its sources."""
         lines = [self.describe()]
         for name, source in self.sources.items():
-            own = source.tree() if hasattr(source, "tree") else [source.describe()]
+            own = source.tree()
             lines += [f"  {name}: {own[0]}", *(f"  {line}" for line in own[1:])]
         return lines
 

@@ -59,7 +59,7 @@ class DatasetTokenizer:
         Raises:
             ValueError: without the library `tokenizers`, or for a file that it cannot read.
         """
-        key = hashlib.sha256(f"{_VERSION} {_library_version()} {self.sha256}".encode())
+        key = hashlib.sha256(f"{_VERSION} {library_version()} {self.sha256}".encode())
         for text in texts:
             key.update(hashlib.sha256(text).digest())
         return cached_ids(key.hexdigest(), lambda: self._encode(texts, title))
@@ -76,7 +76,7 @@ class DatasetTokenizer:
         return np.concatenate(parts)
 
 
-def _library_version() -> str | None:
+def library_version() -> str | None:
     """Return the version of the library `tokenizers`, whose ids may change with it; None where it is not installed."""
     try:
         return metadata.version("tokenizers")
@@ -160,6 +160,18 @@ def require_same_tokens(train: DatasetTokenizer | None, other: Any, key: str) ->
         )
 
 
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache: ``$XDG_CACHE_HOME/colossus/name`` (``~/.cache``).
+
+    Raises:
+        ConfigError: if the home is not known.
+    """
+    try:
+        return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "colossus" / name
+    except ConfigError as error:
+        raise ConfigError(f"{name} are stored in the cache of the user: set XDG_CACHE_HOME. {error}") from None
+
+
 def cached_ids(key: str, make: Callable[[], Ids]) -> Ids:
     """Return the ids that ``make`` computes, [ids] uint16 or uint32; memory-mapped if they are cached under this key.
 
@@ -167,7 +179,7 @@ def cached_ids(key: str, make: Callable[[], Ids]) -> Ids:
     written again.
     """
     try:
-        folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "colossus" / "tokens"
+        folder = cache_folder("tokens")
     except ConfigError:  # the home is unknown
         return make()
     file = folder / f"{key}.npy"

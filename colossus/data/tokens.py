@@ -48,6 +48,14 @@ class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
         sample: dict[str, torch.Tensor] = map_batch(lambda x: x[0], self.batch(np.array([index % len(self)])))
         return sample
 
+    def describe(self) -> str:
+        """Return one line for logs."""
+        return type(self).__name__
+
+    def tree(self) -> list[str]:
+        """Return the lines of the dataset and of what it is made of."""
+        return [self.describe()]
+
 
 class TokenWindows(BatchedDataset):
     """Windows of ``seq_len + 1`` tokens that start every ``seq_len`` tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,4 +67,7 @@ def test_what_is_wrong_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> N
     )
     option = "data.source.source: Jsonl has no option 'skip'; it has path"
     assert option in refused("show", "c.py", "data.source.source.skip=True")
+    Path("d.py").write_text(f"{CONFIG}data = dict(type='Digits')\n")
+    if find_spec("sklearn"):
+        assert "rows of tokens are shown, but Digits has other samples" in refused("show", "d.py")
     assert "invalid choice: 'shew'" in refused("shew", "c.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import pickle
 import struct
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ import pytest
 from helpers.documents import texts, write_rows
 from helpers.tokenizer import make_tokenizer
 
+from colossus.data.documents import encoder as documents_encoder
 from colossus.data.documents import jsonl, piece_file, prepare
 from colossus.data.documents.columns import HuggingFaceDataset, Parquet
 from colossus.data.documents.encoder import Text
@@ -107,7 +108,10 @@ def test_tars_of_webdataset_are_rows(tmp_path: Path) -> None:
     rows = [{"__key__": "x/1", "txt": "eins", "json": {"n": 1}}, {"__key__": "x/2", "txt": "zwei"}]
     assert rows_of(write(members)) == [*rows, {"__key__": "3", "de.txt": "drei"}]
     assert words(make_documents(Text(write({"1.txt": b"a", "2.txt": b"bc"}), key="txt"))) == ["a", "bc"]
-    with pytest.raises(ValueError, match=r"a\.tar, row 2: its txt cannot be read: 'utf-8' codec.*skip=\['broken'\]"):
+    assert rows_of(write({"1.jpg": b"\xff", "1.txt": b"a"})) == [{"__key__": "1", "jpg": b"\xff", "txt": "a"}]
+    (bad,) = rows_of(write({"1.json": b"\xff"}))
+    assert bad.kind == "broken"
+    with pytest.raises(ValueError, match=r"a\.tar, row 2: 'txt' is no text in UTF-8.*skip=\['broken'\]"):
         make_documents(Text(write({"1.txt": b"a", "2.txt": b"\xff", "3.txt": b"b"}), key="txt"))
     source = write(members)
     source.files[0].write_bytes(source.files[0].read_bytes()[:700])
@@ -202,7 +206,7 @@ def test_bad_rows_are_told_by_file_and_line_and_left_out_only_if_asked(tmp_path:
     documents: Any = make_documents(Text(source, skip=[kind]))
     assert (words(documents), documents.skipped) == ([row["text"] for row in rows], {kind: 2})
     assert documents.place(3).endswith("x.jsonl, line 5")
-    assert len(make_documents(Text(source, skip=True))) == 6
+    assert len(make_documents(Text(source, skip=True))) == len(make_documents(Text(source, skip=kind))) == 6
     with pytest.raises(ValueError, match="skip has 'rest'; kinds are broken, missing, empty, chat, spans"):
         Text(source, skip=["rest"])
 
@@ -222,7 +226,7 @@ def test_a_preparation_that_was_stopped_goes_on(tmp_path: Path, cache: Path, mon
     monkeypatch.setattr(piece_file, "encode_piece", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepared(encoder)
-    assert not (cache / encoder.fingerprint[:32]).exists()
+    assert not (prepare.folder_of(encoder)).exists()
     monkeypatch.setattr(
         piece_file, "encode_piece", lambda *arguments: encoded.append(arguments[1]) or encode(*arguments)
     )
@@ -233,7 +237,7 @@ def test_a_preparation_that_was_stopped_goes_on(tmp_path: Path, cache: Path, mon
     assert words(prepared(encoder)) == words(documents)
     assert len(encoded) == len(encoder.source.pieces())
     assert sorted(entry.name for entry in cache.iterdir()) == [
-        f"{encoder.fingerprint[:32]}{end}" for end in ("", ".lock")
+        f"{prepare.folder_of(encoder).name}{end}" for end in ("", ".lock")
     ]
 
 
@@ -241,11 +245,10 @@ def test_several_processes_prepare_the_same(tmp_path: Path, cache: Path, monkeyp
     monkeypatch.setattr(jsonl, "PIECE_BYTES", 1000)
     encoder = Text(Jsonl(write_rows(tmp_path / "x.jsonl", texts(100))), end=0)
     alone = [ids.tolist() for ids in prepared(encoder)]
-    (cache / encoder.fingerprint[:32] / "documents.json").unlink()
-    os.rename(cache / encoder.fingerprint[:32], cache / "old")
+    (prepare.folder_of(encoder) / "documents.json").write_text("{}")  # one that cannot be read counts as none
     with preparing_with(2):
         assert [ids.tolist() for ids in prepared(encoder)] == alone
-    folder = cache / encoder.fingerprint[:32]
+    folder = prepare.folder_of(encoder)
     by_name = PreparedDocuments(folder, "bytes")
     assert [ids.tolist() for ids in by_name] == alone
     assert by_name.place(7).endswith("x.jsonl, line 8")
@@ -273,4 +276,34 @@ def test_a_cache_that_cannot_be_written_is_told_in_words(tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"documents cannot be prepared in .*set XDG_CACHE_HOME"):
         make_documents(Jsonl(write_rows(tmp_path / "x.jsonl", texts(2))))
-    assert prepare.documents_folder() == tmp_path / "file" / "colossus" / "documents"
+
+
+def test_a_file_that_vanished_is_told_by_its_name_and_without_the_cache(tmp_path: Path) -> None:
+    for end in (".jsonl", ".jsonl.gz"):
+        source = Jsonl(write_rows(tmp_path / f"x{end}", texts(2)))
+        source.files[0].unlink()
+        with pytest.raises(ValueError, match=r"x\.jsonl.*(cannot be read|damaged).*No such file") as error:
+            make_documents(source)
+        assert "XDG" not in str(error.value)
+
+
+def test_prepared_documents_are_those_of_the_versions_of_what_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Jsonl(write_rows(tmp_path / "x.jsonl", texts(2)))
+    encoders = Text(source), Text(source, tokenizer=make_tokenizer(tmp_path / "model"))
+    before = [prepare.folder_of(encoder) for encoder in encoders]
+    monkeypatch.setattr(documents_encoder, "library_version", lambda: "0.0.1")
+    assert [prepare.folder_of(encoder) == folder for encoder, folder in zip(encoders, before, strict=True)] == [
+        True,
+        False,
+    ]
+    monkeypatch.setattr(prepare, "VERSION", 0)
+    assert prepare.folder_of(encoders[0]) != before[0]
+
+
+def test_a_file_of_ids_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.array([5, 6, 0, 7], np.uint16).tofile(tmp_path / "ids.bin")
+    content = pickle.dumps(TokenFileDocuments(tmp_path / "ids.bin", end=0))
+    monkeypatch.setattr(np, "flatnonzero", lambda *_: pytest.fail("the file is read again"))
+    assert [ids.tolist() for ids in pickle.loads(content)] == [[5, 6, 0], [7]]

@@ -17,7 +17,7 @@ from colossus.data import TokenWindows, build_loaders, mix
 from colossus.data.documents.packed import Packed
 from colossus.data.mix import Mix
 from colossus.data.tokenizer import DatasetTokenizer
-from colossus.data.tokens import TooLittleData
+from colossus.data.tokens import BatchedDataset, TooLittleData
 
 #: first id of each source
 FIRST = {"code": 0, "books": 1000, "talk": 2000}
@@ -157,6 +157,14 @@ def packed(seq_len: int, split: str, count: int, length: int = 5) -> Packed:
     return Packed(Documents([length] * count), seq_len, split=split, validation_fraction=0.2)
 
 
+class Bare(BatchedDataset):
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, indices: np.ndarray) -> Any:
+        return {"inputs": torch.zeros(len(indices), 2)}
+
+
 def test_what_does_not_fit_is_told_in_words() -> None:
     with pytest.raises(ValueError, match="one number from 0 on for each of code, books, talk"):
         mixture(dict(code=1, books=1))
@@ -170,6 +178,7 @@ def test_what_does_not_fit_is_told_in_words() -> None:
             mixture(weights)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Mix: sources = "):
         Mix([1], {"x": 1})  # type: ignore[arg-type]
+    assert Mix({"x": Bare()}, {"x": 1}).tree()[1:] == ["  x: Bare"]
     with pytest.raises(ValueError, match="Mix: 'x' has an order of its own"):
         Mix({"x": mixture(dict(code=1, books=1, talk=1))}, {"x": 1})
     with pytest.raises(TooLittleData, match="'code' takes no split='validation'"):

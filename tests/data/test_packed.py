@@ -108,11 +108,17 @@ def test_long_documents_are_cut_refused_or_left_out() -> None:
     assert Packed(Documents(lengths), 8, validation_fraction=0).num_documents == 4
     short = Packed(Documents(lengths), 8, long="skip", validation_fraction=0)
     assert (short.num_documents, short.num_long) == (2, 2)
+    with pytest.raises(TooLittleData, match=r"none of 4 documents is in this split, 4 long ones left out$"):
+        Packed(Documents(lengths), 4, long="skip", validation_fraction=0)
+    documents = Documents([])
+    documents.skipped = {"chat": 300}
+    with pytest.raises(TooLittleData, match="left out of all: 300 chat; without skip the first"):
+        Packed(documents, 4, validation_fraction=0)
     with pytest.raises(
         ValueError, match=r"document 1: a document of 20 tokens is longer than a row of 8, and 1 others"
     ):
         Packed(Documents(lengths), 8, long="error", validation_fraction=0)
-    with pytest.raises(ValueError, match="long = 'shorten' of cut, error, skip"):
+    with pytest.raises(ValueError, match="long = 'shorten' is not one of None, 'cut', 'error', 'skip'"):
         Packed(Documents(lengths), 8, long="shorten")
 
 

@@ -58,7 +58,9 @@ class ChatTemplate:
             library = importlib.import_module("transformers.utils.chat_template_utils")
             self._render = library.render_jinja_template
         except (ModuleNotFoundError, AttributeError):
-            raise ValueError("Chat needs the library transformers, 4.53 or newer: pip install colossus[hf]") from None
+            raise ValueError(
+                "Chat needs the library transformers, 4.53 or newer: pip install 'transformers>=4.53'"
+            ) from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_render"}

@@ -13,7 +13,7 @@ import numpy as np
 from colossus.checkpoint.manifest import BYTES
 from colossus.data.documents.kinds import make_source
 from colossus.data.documents.row_source import BadRow, Row, RowSource, fingerprint_of
-from colossus.data.tokenizer import dataset_tokenizer, load_tokenizer
+from colossus.data.tokenizer import dataset_tokenizer, library_version, load_tokenizer
 
 
 class Encoded(NamedTuple):
@@ -42,7 +42,7 @@ class Encoder(ABC):
         self.source: RowSource = make_rows(source, title)
         self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, title)
         assert self.tokenizer is not None
-        self.skip = tuple(BadRow.KINDS) if skip is True else tuple(skip or ())
+        self.skip = tuple(BadRow.KINDS) if skip is True else (skip,) if isinstance(skip, str) else tuple(skip or ())
         for kind in self.skip:
             if kind not in BadRow.KINDS:
                 raise ValueError(f"{title}: skip has {kind!r}; kinds are {', '.join(BadRow.KINDS)}, or True for all")
@@ -74,6 +74,10 @@ class Encoder(ABC):
     def dtype(self) -> type[np.unsignedinteger[Any]]:
         """Dtype of stored ids."""
         return np.uint16 if self.num_ids <= 1 << 16 else np.uint32
+
+    def library_version(self) -> str | None:
+        """Return the version of the library that makes the ids; None for bytes."""
+        return library_version() if self.tokenizer is not None and self.tokenizer.name != BYTES else None
 
     def library(self) -> Any:
         """Return the ``tokenizers.Tokenizer``; None for bytes."""
@@ -157,6 +161,8 @@ class Text(Encoder):
         text = row.get(self.key)
         if isinstance(text, str):
             return text or BadRow("empty", f"{self.key!r} is empty")
+        if isinstance(text, bytes):
+            return BadRow("broken", f"{self.key!r} is no text in UTF-8")
         what = f"is a {type(text).__name__}, not a text" if self.key in row else "is missing"
         return BadRow("missing", f"{self.key!r} {what}; it has {', '.join(map(repr, row))}")
 

@@ -72,17 +72,17 @@ class Packed(BatchedDataset):
         seed: int = 0,
     ) -> None:
         check_split(split, validation_fraction, "Packed")
-        if strategy not in STRATEGIES or long not in (None, *LONG) or seq_len < 1:
-            raise ValueError(
-                f"Packed: strategy = {strategy!r} of {', '.join(STRATEGIES)}; long = {long!r} of {', '.join(LONG)}; "
-                f"seq_len = {seq_len} of 1 or more"
-            )
+        for option, value, choices in (("strategy", strategy, STRATEGIES), ("long", long, (None, *LONG))):
+            if value not in choices:
+                raise ValueError(f"Packed: {option} = {value!r} is not one of {', '.join(map(repr, choices))}")
+        if seq_len < 1:
+            raise ValueError(f"Packed: seq_len = {seq_len}: a row has 1 token or more")
         self.documents = make_documents(source, tokenizer)
         self.seed, self.seq_len, self.strategy = seed, seq_len, strategy
         self.name = f"Packed {strategy} ({split})"
         self.long = long or ("cut" if self.documents.trained is None else "error")
         self.tokenizer = self.documents.tokenizer
-        self.vocab_size = getattr(self.documents, "vocab_size", None)
+        self.vocab_size = self.documents.vocab_size
         self._limit = vocab_size if self.vocab_size is None else None
         chosen = self._documents_of_split(split, validation_fraction)
         self.fingerprint = fingerprint_of(
@@ -90,7 +90,10 @@ class Packed(BatchedDataset):
         )
         self.num_documents = len(chosen)
         if not len(chosen):
-            raise TooLittleData(f"{self.name}: none of {len(self.documents):,} documents is in this split")
+            raise TooLittleData(
+                f"{self.name}: none of {len(self.documents):,} documents is in this split{self._omitted()}"
+                + ("; without skip the first of those is an error that says why" if self.documents.skipped else "")
+            )
         order = chosen[permute(np.arange(len(chosen)), len(chosen), seed, 0)]
         starts = np.asarray(self.documents.offsets[:-1])[order]
         lengths = np.asarray(self.documents.offsets[1:])[order] - starts
@@ -157,13 +160,16 @@ class Packed(BatchedDataset):
 
     def describe(self) -> str:
         """Return one line for logs."""
-        skipped = getattr(self.documents, "skipped", {})
-        bad = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items())
         return (
             f"{self.name}: {len(self):,} rows of {self.seq_len}, {self.num_documents:,} documents, padding "
-            f"{self.padding:.2%}"
-            + (f", {self.num_long:,} long ones {self.long.replace('skip', 'left out')}" if self.num_long else "")
-            + (f", left out of all: {bad}" if bad else "")
+            f"{self.padding:.2%}{self._omitted()}"
+        )
+
+    def _omitted(self) -> str:
+        """Return the long documents and the bad rows, by their kinds, as a part of a sentence."""
+        bad = ", ".join(f"{count:,} {kind}" for kind, count in self.documents.skipped.items())
+        return (f", {self.num_long:,} long ones {self.long.replace('skip', 'left out')}" if self.num_long else "") + (
+            f", left out of all: {bad}" if bad else ""
         )
 
     def tree(self) -> list[str]:

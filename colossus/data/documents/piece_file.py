@@ -65,11 +65,14 @@ def encode_piece(encoder: Encoder, piece: Piece) -> PieceTokens:
 
 
 def _documents(encoder: Encoder, piece: Piece) -> Iterator[tuple[int, Encoded | BadRow]]:
-    rows = encoder.source.read(piece)
-    while block := list(islice(rows, _AT_ONCE)):
-        good: list[Row] = [row for _, row in block if not isinstance(row, BadRow)]
-        encoded = iter(encoder.encode(good))
-        yield from ((line, row if isinstance(row, BadRow) else next(encoded)) for line, row in block)
+    try:
+        rows = encoder.source.read(piece)
+        while block := list(islice(rows, _AT_ONCE)):
+            good: list[Row] = [row for _, row in block if not isinstance(row, BadRow)]
+            encoded = iter(encoder.encode(good))
+            yield from ((line, row if isinstance(row, BadRow) else next(encoded)) for line, row in block)
+    except OSError as error:
+        raise ValueError(f"{piece.title} cannot be read: {error}") from error
 
 
 class PieceSize(NamedTuple):
@@ -102,8 +105,8 @@ def read_size(file: Path) -> PieceSize:
         return PieceSize(*json.loads(str(arrays["size"])))
 
 
-def read_piece(file: Path) -> PieceTokens:
-    """Return what `write_piece` wrote."""
+def read_piece(file: Path, size: PieceSize) -> PieceTokens:
+    """Return what `write_piece` wrote; ``size`` is that of `read_size`."""
     with np.load(file, allow_pickle=False) as arrays:
         tokens, lengths, lines, trained = (arrays[f"arr_{number}"] for number in range(4))
-        return PieceTokens(tokens, lengths, lines, trained, PieceSize(*json.loads(str(arrays["size"]))).skipped)
+        return PieceTokens(tokens, lengths, lines, trained, size.skipped)

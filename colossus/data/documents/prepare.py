@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
-import os
 import shutil
 import time
 from collections import Counter
@@ -22,11 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from colossus.config.errors import ConfigError
-from colossus.config.user_path import user_path
 from colossus.data.documents.encoder import Encoder
 from colossus.data.documents.piece_file import PieceSize, read_piece, read_size, write_piece
-from colossus.data.documents.row_source import Piece
+from colossus.data.documents.row_source import Piece, fingerprint_of
 from colossus.data.documents.token_documents import (
     DESCRIPTION,
     LINES,
@@ -35,22 +32,23 @@ from colossus.data.documents.token_documents import (
     TRAINED,
     VERSION,
     PreparedDocuments,
+    read_description,
 )
+from colossus.data.tokenizer import cache_folder
 from colossus.progress import progress
 
 _processes = ContextVar("processes", default=1)
 
 
-def documents_folder() -> Path:
-    """Return the folder of prepared documents: ``$XDG_CACHE_HOME/colossus/documents`` (``~/.cache``).
+def folder_of(encoder: Encoder) -> Path:
+    """Return the folder of an encoder's prepared documents, in the cache of the user.
+
+    It is named by their fingerprint and by the versions of what makes it.
 
     Raises:
         ConfigError: if the home is not known.
     """
-    try:
-        return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "colossus" / "documents"
-    except ConfigError as error:
-        raise ConfigError(f"documents are prepared in the cache of the user: set XDG_CACHE_HOME. {error}") from None
+    return cache_folder("documents") / fingerprint_of(VERSION, encoder.library_version(), encoder.fingerprint)[:32]
 
 
 @contextmanager
@@ -67,18 +65,18 @@ def prepared(encoder: Encoder) -> PreparedDocuments:
     """Return the documents of an encoder; prepare them if that was not done before.
 
     Args:
-        encoder: the encoder; its fingerprint names the folder in `documents_folder`.
+        encoder: the encoder; the folder is `folder_of` it.
 
     Raises:
         ValueError: for a bad row, or a folder that cannot be written.
     """
-    home = documents_folder()
-    final = home / encoder.fingerprint[:32]
-    if not (final / DESCRIPTION).exists():
+    final = folder_of(encoder)
+    home = final.parent
+    if read_description(final) is None:
         try:
             home.mkdir(parents=True, exist_ok=True)
             with _alone(home / f"{final.name}.lock"):
-                if not (final / DESCRIPTION).exists():
+                if read_description(final) is None:
                     _prepare(encoder, _processes.get(), final)
         except OSError as error:
             raise ValueError(f"documents cannot be prepared in {home}: {error}; set XDG_CACHE_HOME") from error
@@ -99,13 +97,17 @@ def _alone(lock: Path) -> Iterator[None]:
 def _prepare(encoder: Encoder, processes: int, final: Path) -> None:
     work = final.with_name(f"{final.name}.part")
     work.mkdir(exist_ok=True)
-    pieces = encoder.source.pieces()
+    try:
+        pieces = encoder.source.pieces()
+    except OSError as error:
+        raise ValueError(f"{encoder.source.name} cannot be read: {error}") from error
     files = [work / f"{number:06}.npz" for number in range(len(pieces))]
     _encode(encoder, [(piece, file) for piece, file in zip(pieces, files, strict=True) if not file.exists()], processes)
     merged = work / "merged"
     shutil.rmtree(merged, ignore_errors=True)
     merged.mkdir()
     _merge(encoder, pieces, files, merged)
+    shutil.rmtree(final, ignore_errors=True)  # one whose description cannot be read
     merged.rename(final)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -154,7 +156,7 @@ def _merge(encoder: Encoder, pieces: list[Piece], files: list[Path], folder: Pat
     starts: list[tuple[int, str]] = []
     skipped: Counter[str] = Counter()
     for piece, file, size in zip(pieces, files, sizes, strict=True):
-        content = read_piece(file)
+        content = read_piece(file, size)
         of_documents, of_tokens = slice(document, document + size.documents), slice(token, token + size.tokens)
         lines[of_documents], tokens[of_tokens] = content.lines, content.tokens
         offsets[document + 1 : of_documents.stop + 1] = token + np.cumsum(content.lengths)

@@ -23,8 +23,8 @@ from colossus.data.documents.row_source import (
 class WebDataset(RowSource):
     """Tar files whose members with one name up to the first dot are a row: ``a/7.txt`` and ``a/7.json``.
 
-    A row has the members by their extensions (``txt``, ``json``), those that are JSON parsed, the others as text, and
-    ``__key__``, the name. A piece is a file, which may be compressed.
+    A row has the members by their extensions (``txt``, ``json``), those that are JSON parsed, the others as text, or as
+    bytes if they are no UTF-8, and ``__key__``, the name. A piece is a file, which may be compressed.
 
     Args:
         path: a file, a pattern such as ``"shards/*.tar"``, or a list of these.
@@ -56,10 +56,11 @@ class WebDataset(RowSource):
                             yield number, BadRow("broken", problem) if problem else row
                         number, row, problem = number + 1, {"__key__": key}, ""
                     try:
-                        text = content.read()
-                        row[extension] = json.loads(text) if extension.endswith("json") else text.decode()
+                        row[extension] = data = content.read()
+                        row[extension] = json.loads(data) if extension.endswith("json") else data.decode()
                     except ValueError as error:
-                        problem = f"its {extension} cannot be read: {error}"
+                        if extension.endswith("json"):  # others are images, or other bytes
+                            problem = f"its {extension} cannot be read: {error}"
         except (OSError, EOFError, tarfile.TarError) as error:
             raise ValueError(f"{piece.title} is damaged or cut off behind its row {number:,}: {error}") from None
         if row:

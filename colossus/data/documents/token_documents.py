@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ TOKENS, OFFSETS, LINES, TRAINED, DESCRIPTION = (
 )  # fmt: skip
 #: version of the folders; those of another version are made again
 VERSION = 1
+#: entries of a description
+_KEYS = {"version", "fingerprint", "tokenizer", "tree", "vocab_size", "skipped", "pieces"}
 
 
 class TokenDocuments:
@@ -39,12 +42,16 @@ class TokenDocuments:
         offsets: [n + 1] int64; document i is ``tokens[offsets[i]:offsets[i + 1]]``.
         trained: [t] uint8, 1 where a token is to be predicted; None: all are.
         tokenizer: tokenizer of the ids, if it is known.
+        vocab_size: the largest id and one; None: unknown.
+        skipped: kind of bad rows -> number of those that were left out.
         children: trees of what they were made of.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     trained: np.ndarray | None = None
+    vocab_size: int | None = None
+    skipped: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str, fingerprint: str, tokenizer: DatasetTokenizer | None = None) -> None:
         self.name, self.fingerprint, self.tokenizer = name, fingerprint, tokenizer
@@ -87,9 +94,6 @@ class PreparedDocuments(TokenDocuments):
         path: the folder.
         tokenizer: tokenizer that made the ids, see `dataset_tokenizer`, if the folder is named without its source.
 
-    Attributes:
-        skipped: kind of bad rows -> number of those that were left out.
-
     Raises:
         ValueError: if it is no such folder.
     """
@@ -105,25 +109,20 @@ class PreparedDocuments(TokenDocuments):
         name = name or f"PreparedDocuments {os.fspath(path)}"
         if not isinstance(tokenizer, DatasetTokenizer):
             tokenizer = dataset_tokenizer(tokenizer, name)
-        try:
-            self.about: Mapping[str, Any] = json.loads((self.folder / DESCRIPTION).read_bytes())
-        except (OSError, ValueError):
+        about = read_description(self.folder)
+        if about is None:
             raise ValueError(
                 f"{name}: it has no {DESCRIPTION} that can be read (looked from {os.getcwd()}): make it by "
                 f"'colossus data prepare'"
-            ) from None
+            )
+        self.about = about
         if self.about["version"] != VERSION:
             raise ValueError(f"{name} is of version {self.about['version']}, not {VERSION}: prepare it again")
         if tokenizer is not None and tokenizer.sha256 != self.about["tokenizer"]:
             raise ValueError(f"{name}: its ids were made by another tokenizer than {tokenizer.path or tokenizer.name}")
-        self.skipped: Mapping[str, int] = self.about["skipped"]
+        self.skipped, self.vocab_size = about["skipped"], int(about["vocab_size"])
         super().__init__(name, self.about["fingerprint"], tokenizer)
         self.children = list(self.about["tree"])
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id and one."""
-        return int(self.about["vocab_size"])
 
     def _open(self) -> None:
         self.tokens, self.offsets = (np.load(self.folder / file, mmap_mode="r") for file in (TOKENS, OFFSETS))
@@ -135,6 +134,15 @@ class PreparedDocuments(TokenDocuments):
         title = next(title for first, title in reversed(self.about["pieces"]) if first <= index)
         line = int(lines[index])
         return f"{title}, line {line:,}" if self._source is None else self._source.place(title, line)
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """Return the description of a folder of prepared documents; None if it has none that can be read."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and about.keys() >= _KEYS else None
 
 
 class MegatronDocuments(TokenDocuments):
@@ -206,15 +214,22 @@ class TokenFileDocuments(TokenDocuments):
     ) -> None:
         name = f"TokenFileDocuments {os.fspath(path)}"
         self._file, self._dtype, self._end = user_path(path), dtype, end
+        self.offsets = np.zeros(0, np.int64)
         open_tokens(self._file, dtype, name)
         fingerprint = fingerprint_of("TokenFile", end, dtype, fingerprint_of_files([self._file]))
         super().__init__(name, fingerprint, dataset_tokenizer(tokenizer, name))
 
     def _open(self) -> None:
         self.tokens, at_once = open_tokens(self._file, self._dtype, self.name), 1 << 24
+        if len(self.offsets):  # a pickled copy
+            return
         ends = [np.zeros(1, np.int64)]
         for start in range(0, len(self.tokens), at_once):
             ends.append(np.flatnonzero(self.tokens[start : start + at_once] == self._end) + start + 1)
         if int(ends[-1][-1] if len(ends[-1]) else 0) != len(self.tokens):  # the last document has no end token
             ends.append(np.array([len(self.tokens)], np.int64))
         self.offsets = np.concatenate(ends)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the ends of documents are found by reading the whole file, which no worker does again
+        return {**super().__getstate__(), "offsets": self.offsets}
