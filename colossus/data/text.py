@@ -53,7 +53,6 @@ class _TextWindows(TokenWindows):
     ) -> None:
         check_split(split, fraction, name)
         self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, name)
-        assert self.tokenizer is not None
         chosen, texts, held_out = texts_of_split(files, fraction, split)
         text = b"".join(texts)
         if self.tokenizer.name == BYTES:
@@ -66,7 +65,6 @@ class _TextWindows(TokenWindows):
         self.file_names = [file.name for file in chosen]
 
     def describe(self) -> str:
-        assert self.tokenizer is not None
         how = f", tokenizer {self.tokenizer.path} ({self.tokenizer.sha256[:12]})" if self.tokenizer.path else ""
         return f"{super().describe()}, {len(self.file_names)} files, sha256 {self.sha256[:12]}{how}"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -109,6 +109,14 @@ def load_tokenizer(content: bytes, title: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@overload
+def dataset_tokenizer(named: str | os.PathLike[str], title: str) -> DatasetTokenizer: ...
+
+
+@overload
+def dataset_tokenizer(named: str | os.PathLike[str] | None, title: str) -> DatasetTokenizer | None: ...
 
 
 def dataset_tokenizer(named: str | os.PathLike[str] | None, title: str) -> DatasetTokenizer | None:

@@ -222,8 +222,11 @@ def test_rows_that_are_no_chats_are_told_by_line(tmp_path: Path, messages: Any, 
     assert (len(documents), documents.skipped) == (1, {"chat": 1})
 
 
-def test_options_that_do_not_fit_are_told_in_words(tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = dict(type="Jsonl", path=write_rows(tmp_path / "x.jsonl", [{"messages": CHAT}]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "chat_template.jinja").write_text(CHATML)  # of another tokenizer than bytes
     with pytest.raises(ValueError, match="has no chat template"):
         Chat(source)
     with pytest.raises(ValueError, match=r"template = 'none\.jinja': No such file"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,8 +52,7 @@ class Chat(Encoder):
         super().__init__(source, tokenizer, skip)
         if train_on not in TRAIN_ON:
             raise ValueError(f"Chat: train_on = {train_on!r} is not one of {', '.join(map(repr, TRAIN_ON))}")
-        assert self.tokenizer is not None
-        folder = self.tokenizer.path.parent if self.tokenizer.path else Path("bytes")
+        folder = self.tokenizer.path.parent if self.tokenizer.path else None
         text, special_tokens = read_template(folder, template)
         self.template = ChatTemplate(text, special_tokens, variables or {})
         self.key, self.tools_key, self.train_on = key, tools_key, train_on

@@ -54,6 +54,9 @@ class ChatTemplate:
         self.text, self.variables = text, {**special_tokens, **variables}
         self._end = str(self.variables.get("eos_token") or "")
         self._has_marks = _MARKS.search(text) is not None
+        self._load()
+
+    def _load(self) -> None:
         try:
             library = importlib.import_module("transformers.utils.chat_template_utils")
             self._render = library.render_jinja_template
@@ -67,7 +70,7 @@ class ChatTemplate:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
+        self._load()
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
         """Return the text of a chat.
@@ -159,34 +162,33 @@ class ChatTemplate:
         )
 
 
-def read_template(folder: Path, template: str | os.PathLike[str] | None) -> tuple[str, dict[str, str]]:
+def read_template(folder: Path | None, template: str | os.PathLike[str] | None) -> tuple[str, dict[str, str]]:
     """Return the text of a template and the special tokens of a tokenizer's folder.
 
     Args:
-        folder: the folder; it may have no special tokens.
+        folder: the folder; it may have no special tokens. None: the tokenizer has none, it is bytes.
         template: the template as text, the path of a file with it, or None for the folder's.
 
     Raises:
         ValueError: if there is none.
     """
     config: dict[str, Any] = {}
-    if (folder / "tokenizer_config.json").is_file():
+    if folder and (folder / "tokenizer_config.json").is_file():
         config = json.loads((folder / "tokenizer_config.json").read_bytes())
     tokens = {name: config[name] for name in _SPECIAL if config.get(name)}
     special = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
     if template is not None:
         text = os.fspath(template)
         return (text if "{" in text else _read(user_path(text), text)), special
-    file = folder / "chat_template.jinja"
-    if file.is_file():
+    if folder and (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8"), special
     own = config.get("chat_template")
     if isinstance(own, list):  # several by name
         own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
     if not isinstance(own, str):
         raise ValueError(
-            f"Chat: {folder} has no chat template (chat_template.jinja, chat_template in tokenizer_config.json): set "
-            f"template to a file with one, or to its text"
+            f"Chat: {folder or 'bytes'} has no chat template (chat_template.jinja, chat_template in "
+            f"tokenizer_config.json): set template to a file with one, or to its text"
         )
     return own, special
 

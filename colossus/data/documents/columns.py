@@ -10,14 +10,13 @@ from typing import Any
 from colossus.config.user_path import user_path
 from colossus.data.documents.row_source import (
     BadRow,
+    FileSource,
     Piece,
     Row,
     RowSource,
     fingerprint_of,
     fingerprint_of_files,
     library,
-    matching_files,
-    of_files,
     rows_in_ranges,
 )
 
@@ -25,7 +24,7 @@ from colossus.data.documents.row_source import (
 _AT_ONCE, _PIECE_ROWS = 256, 16_384
 
 
-class Parquet(RowSource):
+class Parquet(FileSource):
     """Parquet files, read by `pyarrow`; a piece is a row group.
 
     Args:
@@ -35,10 +34,10 @@ class Parquet(RowSource):
         ValueError: if there is no such file, it cannot be read, or the library is missing.
     """
 
+    unit = "row"
+
     def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        self.files = matching_files(path, "Parquet")
-        self.name = f"Parquet {of_files(self.files)}"
-        self.fingerprint = fingerprint_of("Parquet", fingerprint_of_files(self.files))
+        super().__init__(path)
         library("pyarrow", "Parquet")
 
     def pieces(self) -> list[Piece]:
@@ -55,9 +54,6 @@ class Parquet(RowSource):
         for batch in _parquet(Path(piece.title)).iter_batches(_AT_ONCE, row_groups=[piece.start]):
             yield from enumerate(batch.to_pylist(), start=line)
             line += batch.num_rows
-
-    def place(self, title: str, line: int) -> str:
-        return f"{title}, row {line:,}"
 
 
 def _parquet(file: Path) -> Any:
@@ -79,6 +75,8 @@ class HuggingFaceDataset(RowSource):
     Raises:
         ValueError: if there is no such folder or split, or the library is missing.
     """
+
+    unit = "row"
 
     def __init__(self, path: Any, split: str | None = None) -> None:
         title = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
@@ -110,6 +108,3 @@ class HuggingFaceDataset(RowSource):
             columns = self.rows[start : min(start + _AT_ONCE, piece.stop)]
             for number, values in enumerate(zip(*columns.values(), strict=True), start=start + 1):
                 yield number, dict(zip(columns, values, strict=True))
-
-    def place(self, title: str, line: int) -> str:
-        return f"{title}, row {line:,}"

@@ -13,7 +13,7 @@ import numpy as np
 from colossus.checkpoint.manifest import BYTES
 from colossus.data.documents.kinds import make_source
 from colossus.data.documents.row_source import BadRow, Row, RowSource, fingerprint_of
-from colossus.data.tokenizer import dataset_tokenizer, library_version, load_tokenizer
+from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer, library_version, load_tokenizer
 
 
 class Encoded(NamedTuple):
@@ -40,8 +40,7 @@ class Encoder(ABC):
     def __init__(self, source: Any, tokenizer: Any, skip: Sequence[str] | bool) -> None:
         title = type(self).__name__
         self.source: RowSource = make_rows(source, title)
-        self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, title)
-        assert self.tokenizer is not None
+        self.tokenizer: DatasetTokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, title)
         self.skip = tuple(BadRow.KINDS) if skip is True else (skip,) if isinstance(skip, str) else tuple(skip or ())
         for kind in self.skip:
             if kind not in BadRow.KINDS:
@@ -51,7 +50,6 @@ class Encoder(ABC):
     @property
     def fingerprint(self) -> str:
         """Hash of the ids."""
-        assert self.tokenizer is not None
         tokenizer = self.tokenizer.name, self.tokenizer.sha256
         return fingerprint_of(type(self).__name__, *tokenizer, *self.options(), *self.skip, self.source.fingerprint)
 
@@ -77,11 +75,10 @@ class Encoder(ABC):
 
     def library_version(self) -> str | None:
         """Return the version of the library that makes the ids; None for bytes."""
-        return library_version() if self.tokenizer is not None and self.tokenizer.name != BYTES else None
+        return library_version() if self.tokenizer.name != BYTES else None
 
     def library(self) -> Any:
         """Return the ``tokenizers.Tokenizer``; None for bytes."""
-        assert self.tokenizer is not None
         if self.tokenizer.name != BYTES and self._loaded is None:
             self._loaded = load_tokenizer(self.tokenizer.content, f"{type(self).__name__}: {self.tokenizer.path}")
         return self._loaded
@@ -122,7 +119,6 @@ class Encoder(ABC):
 
     def tree(self) -> list[str]:
         """Return the lines of the encoder and of its rows."""
-        assert self.tokenizer is not None
         tokenizer = self.tokenizer.path or self.tokenizer.name
         return [f"{type(self).__name__}, tokenizer {tokenizer}", f"  {self.source.tree()}"]
 

@@ -12,21 +12,17 @@ from pathlib import Path
 
 from colossus.data.documents.row_source import (
     BadRow,
+    FileSource,
     Piece,
     Row,
-    RowSource,
-    fingerprint_of,
-    fingerprint_of_files,
     library,
-    matching_files,
-    of_files,
 )
 
 #: bytes of a piece of a plain file, and the most pieces of one
 PIECE_BYTES, _PIECES = 1 << 22, 1024
 
 
-class Jsonl(RowSource):
+class Jsonl(FileSource):
     """Files with a JSON object in each line; ``.gz`` and ``.zst`` (library zstandard) are decompressed.
 
     Lines of white space alone are no rows. A plain file is read in pieces, a compressed one as a whole.
@@ -39,9 +35,7 @@ class Jsonl(RowSource):
     """
 
     def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        self.files = matching_files(path, "Jsonl")
-        self.name = f"Jsonl {of_files(self.files)}"
-        self.fingerprint = fingerprint_of("Jsonl", fingerprint_of_files(self.files))
+        super().__init__(path)
         if any(file.suffix == ".zst" for file in self.files):
             library("zstandard", "Jsonl")
 

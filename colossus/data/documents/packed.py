@@ -11,7 +11,7 @@ import torch
 
 from colossus.data.documents.encoder import Encoder, Text
 from colossus.data.documents.kinds import DOCUMENTS, make_source
-from colossus.data.documents.packing import STRATEGIES, Spans, pack
+from colossus.data.documents.packing import STRATEGIES, Spans, pack, ranges
 from colossus.data.documents.prepare import prepared
 from colossus.data.documents.row_source import RowSource, fingerprint_of
 from colossus.data.documents.token_documents import TokenDocuments
@@ -125,17 +125,17 @@ class Packed(BatchedDataset):
         # best fit makes rows in the order of falling lengths, but any first rows are to be like all others
         rows = permute(rows, len(self), self.seed, 1)
         first, counts = self._spans.rows[rows], self._spans.rows[rows + 1] - self._spans.rows[rows]
-        spans = _ranges(first, counts)
+        spans = ranges(first, counts)
         starts, lengths = self._spans.starts[spans], self._spans.lengths[spans]
         before = np.cumsum(lengths) - lengths
         of_row = np.cumsum(counts) - counts
-        places = _ranges(np.repeat(np.arange(len(rows)) * self.seq_len - before[of_row], counts) + before, lengths)
+        places = ranges(np.repeat(np.arange(len(rows)) * self.seq_len - before[of_row], counts) + before, lengths)
 
         ids = np.zeros(shape, np.int64)
         documents = np.repeat(counts, self.seq_len).reshape(shape)  # padding is the last document
         positions = np.zeros(shape, np.int64)
         labels = np.full(shape, NO_LABEL, np.int64)
-        sources = _ranges(starts, lengths)
+        sources = ranges(starts, lengths)
         ids.flat[places] = own = tokens[sources].astype(np.int64)
         documents.flat[places] = np.repeat(spans - np.repeat(first, counts), lengths)
         positions.flat[places] = np.arange(len(places)) - np.repeat(before, lengths)
@@ -204,9 +204,3 @@ def make_encoder(source: Any, tokenizer: str | os.PathLike[str] | None = None) -
     if not (is_named and "tokenizer" in source):
         require_same_tokens(dataset_tokenizer(tokenizer, "Packed"), made.tokenizer, "data.source")
     return made
-
-
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the numbers of ranges of ``counts`` from ``starts`` on, one range after the other."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

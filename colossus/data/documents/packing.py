@@ -91,11 +91,17 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     return row_of
 
 
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers of ranges of ``counts`` [n] from ``starts`` [n] on, one range after the other."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+
+
 def _cut(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return starts and lengths of parts of at most ``size``, and whether each is the last of its document."""
     counts = -(-lengths // size)
     document = np.repeat(np.arange(len(lengths)), counts)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    part = ranges(np.zeros_like(counts), counts)
     part_lengths = np.minimum(size, lengths[document] - part * size)
     return starts[document] + part * size, part_lengths, part + 1 == counts[document]
 

@@ -168,7 +168,6 @@ def _merge(encoder: Encoder, pieces: list[Piece], files: list[Path], folder: Pat
     for array in (tokens, lines, offsets, trained):
         if isinstance(array, np.memmap):
             array.flush()
-    assert encoder.tokenizer is not None
     about = dict(
         version=VERSION, fingerprint=encoder.fingerprint, tokenizer=encoder.tokenizer.sha256, tree=encoder.tree(),
         vocab_size=max((size.vocab_size for size in sizes), default=0), skipped=skipped, pieces=starts,

@@ -72,6 +72,8 @@ class RowSource(ABC):
 
     name: str
     fingerprint: str
+    #: name of a row in places
+    unit: ClassVar[str] = "line"
 
     @abstractmethod
     def pieces(self) -> list[Piece]:
@@ -83,11 +85,28 @@ class RowSource(ABC):
 
     def place(self, title: str, line: int) -> str:
         """Return the place of a row for messages."""
-        return f"{title}, line {line:,}"
+        return f"{title}, {self.unit} {line:,}"
 
     def tree(self) -> str:
         """Return the source as a line of a printed tree."""
         return f"{self.name}, fingerprint {self.fingerprint[:12]}"
+
+
+class FileSource(RowSource):
+    """Rows of files.
+
+    Args:
+        path: a file, a pattern such as ``"corpus/**/*.jsonl"``, or a list of these.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
+        title = type(self).__name__
+        self.files = matching_files(path, title)
+        self.name = f"{title} {of_files(self.files)}"
+        self.fingerprint = fingerprint_of(title, fingerprint_of_files(self.files))
 
 
 def rows_in_ranges(title: str, count: int, size: int) -> list[Piece]:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from colossus.data.documents.row_source import (
     BadRow,
+    FileSource,
     Piece,
     Row,
-    RowSource,
-    fingerprint_of,
-    fingerprint_of_files,
-    matching_files,
-    of_files,
 )
 
 
-class WebDataset(RowSource):
+class WebDataset(FileSource):
     """Tar files whose members with one name up to the first dot are a row: ``a/7.txt`` and ``a/7.json``.
 
     A row has the members by their extensions (``txt``, ``json``), those that are JSON parsed, the others as text, or as
@@ -33,10 +28,7 @@ class WebDataset(RowSource):
         ValueError: if there is no such file.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        self.files = matching_files(path, "WebDataset")
-        self.name = f"WebDataset {of_files(self.files)}"
-        self.fingerprint = fingerprint_of("WebDataset", fingerprint_of_files(self.files))
+    unit = "row"
 
     def pieces(self) -> list[Piece]:
         return [Piece(str(file), 0, 1) for file in self.files]
@@ -65,6 +57,3 @@ class WebDataset(RowSource):
             raise ValueError(f"{piece.title} is damaged or cut off behind its row {number:,}: {error}") from None
         if row:
             yield number, BadRow("broken", problem) if problem else row
-
-    def place(self, title: str, line: int) -> str:
-        return f"{title}, row {line:,}"
