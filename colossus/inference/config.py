@@ -198,9 +198,7 @@ def evaluation_config(
     if nproc is not None:
         plan = {} if nproc == 1 else {key: value for key, value in plan.items() if key != "data"}
     train.setdefault("precision", _recorded_precision(source))
-    checkpoint, model = values.pop("checkpoint", None), values["model"]
-    if isinstance(model, Mapping) and model.get("reference") is not None and isinstance(checkpoint, Mapping):
-        values["checkpoint"] = {"weights": checkpoint.get("weights")}  # `take_reference` reads them
+    values.update(_of_reference(values["model"], values.pop("checkpoint", None), source.manifest.config))
     schedule = values.get("schedule") or {}
     if isinstance(schedule, Mapping) and schedule.get("type", "1f1b") not in SCHEDULES:  # a user's own schedule
         schedule = {"microbatches": schedule.get("microbatches", 1)}
@@ -216,6 +214,20 @@ def evaluation_config(
     most = config.train.eval_batches if {"train", "train.eval_batches"} & keys else None
     train_section = config.train.model_copy(update={"eval_batches": most})
     return config.model_copy(update={"name": "evaluate", "train": train_section})
+
+
+def _of_reference(model: Any, checkpoint: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections from which `take_reference` takes a reference's weights: where they name none, as recorded.
+
+    A command of the run may have named them.
+    """
+    if not isinstance(model, Mapping) or not isinstance(model.get("reference"), Mapping):
+        return {}
+    then, begun = recorded.get("model"), recorded.get("checkpoint")
+    if not any(model["reference"].values()) and isinstance(then, Mapping) and then.get("reference"):
+        model = {**model, "reference": then["reference"]}
+    named = (section.get("weights") for section in (checkpoint, begun) if isinstance(section, Mapping))
+    return {"model": model, "checkpoint": {"weights": next((weights for weights in named if weights), None)}}
 
 
 def training_data(config: Config) -> Config:

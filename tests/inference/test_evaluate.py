@@ -182,6 +182,11 @@ def test_a_reference_has_the_weights_with_which_the_run_began(
     reported = trained(tmp_path, "one", model={**MODEL, **tuned}, checkpoint=begin)
     numbers = evaluate(capsys, tmp_path / "one", "train.eval_batches=3")
     assert numbers["loss"] == reported
+    file = config_of(tmp_path, "one", model={**MODEL, **tuned})  # a command has named the weights
+    del file["checkpoint"]
+    (tmp_path / "own.py").write_text("".join(f"{key} = {value!r}\n" for key, value in file.items()))
+    from_file = evaluate(capsys, tmp_path / "one", "train.eval_batches=3", "--config", str(tmp_path / "own.py"))
+    assert from_file["loss"] == reported
     assert "perplexity" not in numbers
     assert "bits_per_byte" not in numbers
 
