@@ -65,6 +65,7 @@ def alone(model: str) -> Trace:
     return run_cases(1, {model: settings(model, {}, {})}, STEPS, weighted)[model][0]
 
 
+@pytest.mark.rest("tied-2", "mtp-4")
 @pytest.mark.parametrize("world", but([8], [2, 4, 8]))
 @pytest.mark.parametrize("model", but(["untied", "whole"], MODELS))
 def test_every_plan_follows_one_process(model: str, world: int) -> None:

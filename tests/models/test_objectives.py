@@ -141,7 +141,7 @@ def alone(model: str) -> Trace:
     return run_cases(1, {model: settings(model, {}, {})}, STEPS, tuned)[model][0]
 
 
-DEFAULT = [("dpo", 2), ("distillation", 2), ("grpo", 4), ("reverse in chunks", 4)]
+DEFAULT = [("dpo", 2), ("grpo", 2), ("reverse in chunks", 4)]
 CASES = [(model, world) for world in (2, 4, 8) for model in MODELS]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.long import long
 from helpers.real_sizes import LLAMA_8B, REAL_SIZES, SOME, run_of
 
 from colossus.config import load_config
@@ -43,7 +42,8 @@ def _check(settings: dict[str, Any]) -> int:
     return max(step.peak for step in steps)
 
 
-@pytest.mark.parametrize("plan", [dict(tensor=dict(size=8, sequence_sharded=True)), *long(dict(data=8, zero=3))])
+@pytest.mark.long
+@pytest.mark.parametrize("plan", [dict(tensor=dict(size=8, sequence_sharded=True)), dict(data=8, zero=3)])
 def test_chunks_of_the_head_lower_the_peak_by_the_logits(plan: dict[str, Any]) -> None:
     """A rank never has more than a chunk of the logits, their gradient and their copy in float32."""
     whole, chunked = (

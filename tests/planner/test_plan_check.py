@@ -43,7 +43,7 @@ def test_a_plan_is_as_predicted() -> None:
 
 
 def test_a_reference_beside_the_model_and_both_texts_of_a_pair_are_counted() -> None:
-    plan = ["parallel.data=2", "parallel.zero=3", "model.num_layers=2", "model.loss_chunk=64"]
+    plan = ["parallel.data=2", "parallel.zero=3", "model.num_layers=1", "model.loss_chunk=1024"]
     config = load_config(str(ROOT / "configs" / "dpo_stdlib.py"), plan, nproc=2)
     estimate = Estimator(FromDataSheet("h100")).estimate(config)
     assert estimate.tokens == 16  # pairs
