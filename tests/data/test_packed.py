@@ -168,7 +168,7 @@ def test_a_function_that_gives_rows_needs_no_tokenizer(tmp_path: Path, monkeypat
 def test_the_first_rows_of_best_fit_are_of_all_lengths() -> None:
     rows = Packed(Documents([*range(1, 65)]), 64, validation_fraction=0)
     longest = [int(np.bincount(row["inputs"]["documents"]).max()) for row in rows]
-    assert np.mean(longest[: len(rows) // 2]) == pytest.approx(np.mean(longest), rel=0.2)
+    assert abs(np.corrcoef(longest, np.arange(len(rows)))[0, 1]) < 0.4  # nearly -1 in the order of packing
 
 
 # -- resumes ----------------------------------------------------------------------------------------------------
