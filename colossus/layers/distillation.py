@@ -57,7 +57,7 @@ def distillation_loss(
         value = value * ((1.0 - label_weight) * temperature**2)
         if label_weight:
             value = value + label_weight * label_losses(split, labels, ignore_index)
-        return value.masked_fill(labels == ignore_index, 0.0)
+        return value
 
     values = token_values(losses, input, labels, other=teacher)
     return weighted_sum(values, labels != ignore_index, weights[0] if weights else None, over_tokens)

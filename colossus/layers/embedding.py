@@ -245,9 +245,8 @@ class PositionEmbedding(Layer):
         if self.layout.dims[1] != activation.features:
             rows = redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
         if positions is not None:
-            user = self.parallel.regions.whole
-            source, target = Layout((user.batch, user.tokens)), Layout((activation.batch, activation.tokens))
-            own = run(MovePlan.of(moves(source, target), self.context).forward, local(positions)).wait()
+            plan = MovePlan.of_tokens(self.parallel.regions.whole, activation, 3, self.context)
+            own = run(plan.forward, local(positions)).wait()
             with torch._C.DisableTorchFunctionSubclass():
                 rows = F.embedding(own, rows)
         return wrap(x + rows, placement)

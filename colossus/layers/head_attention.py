@@ -20,7 +20,6 @@ from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.rotary import Rotary
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.moves import moves
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.mask import CAUSAL, FULL, Mask
 from colossus.sequence_parallel.tiles import TILE, visible
@@ -219,7 +218,5 @@ class HeadAttention(Layer):
 
 def local_documents(documents: Tensor, parallel: ModelParallel) -> Tensor:
     """Return the documents of the samples and tokens that this rank computes, [batch, tokens]."""
-    user, inner = parallel.regions.whole, parallel.regions.inner
-    source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
-    plan = MovePlan.of(moves(source, target), parallel.context)
+    plan = MovePlan.of_tokens(parallel.regions.whole, parallel.regions.inner, 3, parallel.context)
     return kept("the documents of tokens", lambda: run(plan.forward, local(documents)).wait())

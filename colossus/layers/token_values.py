@@ -14,8 +14,6 @@ from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout
-from colossus.layout.moves import moves
 from colossus.sharded_tensor.placement import HasRegions
 from colossus.sharded_tensor.regions import as_aligned, local, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor
@@ -54,10 +52,9 @@ class LogitsLayout:
         group = context.group(activation.features)
         total = total or width * group.size
         start = min(group.index * width, total)
-        rows, samples = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, whole))
-        plans: tuple[MovePlan | None, ...] = (None, None)
-        if rows != samples:
-            plans = MovePlan.of(moves(samples, rows), context), MovePlan.of(moves(rows, samples), context)
+        to_rows = MovePlan.of_tokens(whole, activation, ndim, context)
+        to_samples = MovePlan.of_tokens(activation, whole, ndim, context)
+        plans = (to_rows, to_samples) if to_rows.forward else (None, None)
         return cls(group, start, min(start + width, total), total, *plans)
 
     def rows_of(self, x: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
-from colossus.layout.moves import Move
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.layout.moves import Move, moves
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -98,6 +100,16 @@ class MovePlan:
             if move.dim == 0 and move.forward == "gather":
                 local_rows = tuple(count * n for count in local_rows)
         return cls(tuple(forward), tuple(backward))
+
+    @classmethod
+    def of_tokens(cls, source: Activation, target: Activation, ndim: int, context: ParallelContext) -> MovePlan:
+        """Bind the moves of one number a token (a label, a document), which has no features.
+
+        Args:
+            source, target: layouts of activations with ``ndim`` dims, of which the numbers have all but the last.
+        """
+        layouts = (Layout(activation.rows().at(ndim).dims[:-1]) for activation in (source, target))
+        return cls.of(moves(*layouts), context)
 
 
 def groups_of(*plans: MovePlan) -> tuple[AxisGroup, ...]:
