@@ -29,6 +29,8 @@ MANIFEST = "manifest.json"
 #: values of a manifest's ``tokenizer``: token ids are bytes, or this file of the checkpoint defines them
 BYTES, TOKENIZER_FILE = "bytes", "tokenizer.json"
 
+#: cells between the edges of a tensor's chunks
+_MOST_CELLS = 1 << 26
 #: dtypes by torch's names: bytes of an element, and its name in safetensors; complex numbers are stored as their real
 #: and imaginary parts
 _DTYPES = {
@@ -229,7 +231,10 @@ def _require_covered(key: str, entry: TensorEntry) -> None:
             raise ValueError(f"{key} {entry.shape}: a chunk goes from {beyond[0][0]} to {beyond[0][1]} in dim {dim}")
         edges.append({edge: index for index, edge in enumerate(sorted({0, size, *itertools.chain(*ends)}))})
     # cells between all edges of chunks; their number is about that of the chunks, unless they are cut at random
-    num_chunks = np.zeros([max(len(indices) - 1, 0) for indices in edges], np.int32)
+    cells = [max(len(indices) - 1, 0) for indices in edges]
+    if math.prod(cells) > _MOST_CELLS:
+        raise ValueError(f"{key} {entry.shape}: its {len(chunks)} chunks are no parts of a grid")
+    num_chunks = np.zeros(cells, np.int32)
     for chunk in chunks:
         corner = zip(edges, chunk.start, chunk.size, strict=True)
         num_chunks[tuple(slice(at[start], at[start + size]) for at, start, size in corner)] += 1

@@ -173,11 +173,12 @@ def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], A
             file.close()
             raise ConfigError(f"{is_taken} ({holder}); wait for its end") from None
         except OSError as error:
-            print(
-                f"colossus: {path}: the file system has no locks ({error.strerror or error}): nothing keeps another "
-                f"run out of this folder",
-                file=sys.stderr,
-            )
+            if path.name == LOCK:  # the first of them
+                print(
+                    f"colossus: {path}: the file system has no locks ({error.strerror or error}): nothing keeps "
+                    f"another run out of this folder",
+                    file=sys.stderr,
+                )
     except OSError as error:
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
     with contextlib.suppress(OSError):  # a restarted run continues without the text where the disk is full

@@ -12,6 +12,7 @@ While dx is being reduced, dw is computed; or the other way round where more of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,7 +175,7 @@ class _Matmul(torch.autograd.Function):
             elif panels is not None:
                 moved: list[Tensor] = []
                 dx = panels.multiply(dy, w_gathered.then(Tensor.t), moved=moved)
-                dy = panels.join(moved, panels.moved_blocks)
+                dy = panels.join(moved, panels.moved_blocks) if needs_w or needs_b else dy
             for wants_wgrad in (True, False) if wgrad_first else (False, True):
                 if needs_x and dx is None and not wants_wgrad:
                     dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
@@ -192,9 +193,10 @@ def _reduces_more_of_weight(plans: MatmulPlans, weight: Tensor, dy: Tensor) -> b
     Args:
         dy: [.., n_y], before its moves.
     """
-    moved = moved_shape(dy.shape, plans.y.backward)
-    rows, outputs = moved[:-1].numel(), moved[-1]
-    return bool(plans.w.backward) and outputs * gradient_dtype(weight).itemsize > rows * dy.itemsize
+    if not plans.w.backward:
+        return False
+    *rows, outputs = moved_shape(dy.shape, plans.y.backward)
+    return outputs * gradient_dtype(weight).itemsize > math.prod(rows) * dy.itemsize
 
 
 def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -126,11 +126,11 @@ class Panels:
         """Write ``x @ w.T + bias`` to ``out``; both are [.., blocks, rows, .., features], blocks lie anywhere."""
         rows = out.shape[self.dim + 1 : -1].numel()
         matrices = out.view(-1, rows, out.shape[-1])
-        left, right = x.reshape(len(matrices), rows, -1), w.t().expand(len(matrices), -1, -1)
+        operands = x.reshape(len(matrices), rows, -1), w.t().expand(len(matrices), -1, -1)
         if bias is None:
-            torch.bmm(left, right, out=matrices)
+            torch.bmm(*operands, out=matrices)
         else:
-            torch.baddbmm(bias, left, right, out=matrices)
+            torch.baddbmm(bias, *operands, out=matrices)
 
 
 def _factors(moves: Sequence[BoundMove], ndim: int) -> dict[int, int]:

@@ -56,7 +56,10 @@ def _at_depth(differences: Sequence[Difference], depth: int) -> dict[str, Differ
 
 
 def _excess(item: Difference) -> float:
-    return item.relative / item.bound if item.bound else math.inf
+    """Return the difference over its bound; infinite for NaN, and for any where there is no rounding."""
+    if math.isnan(item.relative):
+        return math.inf
+    return item.relative / item.bound if item.bound else (math.inf if item.relative else 0.0)
 
 
 def _number(relative: float) -> str:

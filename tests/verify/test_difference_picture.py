@@ -33,6 +33,18 @@ def test_each_module_has_its_worst_beside_what_rounding_explains() -> None:
     assert ends[3] < ends[0]
 
 
+def test_what_is_no_number_is_the_worst_and_what_is_equal_is_not() -> None:
+    lines = picture(
+        [
+            difference("up.weight", math.nan),
+            difference("up.bias", 1e-7),
+            difference("ids.weight", 0.0, bound=0.0),
+            difference("ids.bias", 1e-9, bound=0.0),
+        ]
+    )
+    assert [line.split()[:2] for line in lines] == [["up", "other"], ["ids", "1e-09"]]
+
+
 def test_names_are_as_deep_as_there_is_room_for() -> None:
     of_parameters = [
         difference(f"blocks.{block}.{part}.weight", 0.5 if (block, part) == (30, "up") else 1e-7)
