@@ -55,10 +55,7 @@ def test_every_product_of_plans_follows_it(tensor: str, model: str, training_ran
     for row in features.all_rows(tensor=tensor, model=model, **plain):
         reference = training_ranks.reference(features.reference_of_row(row), features.STEPS)
         traces = training_ranks.run(features.ranks_of_row(row), features.config_of_row(row), features.STEPS)
-        try:
-            assert_parity(traces, reference, "fp64")
-        except AssertionError as error:
-            raise AssertionError(f"{' '.join(row)}: {error}") from error
+        assert_parity(traces, reference, "fp64", " ".join(row))
 
 
 def alone(precision: str, variant: str | None = None, steps: int = STEPS) -> Trace:

@@ -125,10 +125,10 @@ class GatedDeltaNet(Layer):
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         require_sequences(x)
         if mask is not None or self.parallel.batch_info.cache is not None:
-            met = "a mask over keys" if mask is not None else "the cache of a model that decodes"
+            refused = "a mask over keys" if mask is not None else "the cache of a model that decodes"
             raise located_error(
-                f"{self.title}: {met}, but its state has no keys: give packed or padded sequences documents [batch, "
-                f"tokens], and let models generate with key_value_cache = False"
+                f"{self.title}: {refused}, but its state has no keys: give packed or padded sequences documents "
+                f"[batch, tokens], and let models generate with key_value_cache = False"
             )
         outputs = call(self.qkv, x, self.parallel, self.parallel.regions.inner, outputs=6)
         query, key, value, gate, beta, decay = map(plain, outputs)

@@ -44,29 +44,29 @@ def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
     gradients, states = params, (2 * (config.optimizer.type in _TWO_STATES) + has_copy) * optimizer
     if config.optimizer.groups:  # some parameters may be frozen
         gradients, states = 0, 0
-    kept = _kept_weights(sizes, config)
+    gathered = _gathered_weights(sizes, config)
     if not zero.stage:
-        return elements * (params + states) + kept, elements * gradients
+        return elements * (params + states) + gathered, elements * gradients
     whole = min(params, compute) if zero.stage < 3 else min(params, compute) / ranks * (not zero.offload)
-    return elements * (whole + (0 if zero.offload else states / ranks)) + kept, elements * gradients / ranks
+    return elements * (whole + (0 if zero.offload else states / ranks)) + gathered, elements * gradients / ranks
 
 
-def _kept_weights(sizes: Sizes, config: Config) -> float:
+def _gathered_weights(sizes: Sizes, config: Config) -> float:
     """Return the bytes of the gathered weights of a mean pipeline rank's blocks, if they stay for their backward."""
     parallel, tensor = config.parallel, config.parallel.tensor
     if tensor.weights == "matmul":
         return 0.0
     blocks = sizes.options.num_layers * sizes.attention + sizes.dense * sizes.mlp
-    kept = 0.0
+    gathered = 0.0
     if parallel.zero.stage == 3:
-        kept += blocks / tensor.size
+        gathered += blocks / tensor.size
     if tensor.mode != "1d" and (tensor.weights == "step" or config.train.activation_checkpoint.type != "full"):
         shardings = shardings_of(tensor)
         assert shardings is not None
         chosen = shardings.choose("column", sizes.options.hidden_size, {"": sizes.options.ffn_hidden_size})
         if not isinstance(chosen, list):
-            kept += blocks / math.prod(chosen.gathered_weight.num_shards(shardings.sizes))
-    return WIDTHS[config.train.precision.compute] * kept / parallel.pipeline.size
+            gathered += blocks / math.prod(chosen.gathered_weight.num_shards(shardings.sizes))
+    return WIDTHS[config.train.precision.compute] * gathered / parallel.pipeline.size
 
 
 def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:

@@ -85,7 +85,7 @@ Actions = list[list[Action]]
 
 
 class Value(NamedTuple):
-    """What a compute action makes for others: a stage's output, or the gradient of its input.
+    """A product of a compute action that others need: a stage's output, or the gradient of its input.
 
     Attributes:
         kind: ``forward`` or ``backward``.

@@ -16,8 +16,19 @@ FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
 BOUNDS = {"bf16": (2**-12, 2**-8, 2**-4), "fp16": (2**-15, 2**-11, 2**-7)}
 
 
-def assert_parity(traces: list[Trace], reference: Trace, precision: str) -> None:
-    """Raise AssertionError unless each rank's run is that of one process: in float64 each number of it."""
+def assert_parity(traces: list[Trace], reference: Trace, precision: str, title: str = "") -> None:
+    """Raise AssertionError unless each rank's run is that of one process: in float64 each number of it.
+
+    Args:
+        title: beginning of the message, where a test has several runs.
+    """
+    try:
+        _require_parity(traces, reference, precision)
+    except AssertionError as error:
+        raise AssertionError(f"{title}: {error}" if title else str(error)) from error
+
+
+def _require_parity(traces: list[Trace], reference: Trace, precision: str) -> None:
     for trace in traces:
         assert trace.tokens == reference.tokens
         assert trace.losses == traces[0].losses, "ranks report different losses"

@@ -149,6 +149,11 @@ def run_plan(world: int, config: dict[str, Any], steps: int, *more: Any) -> list
     return run_ranks(world, train, config, steps, *more, with_context=False)
 
 
+def scheduled(kind: str, microbatches: int = 4) -> dict[str, Any]:
+    """Return the section of a schedule, as further sections of `config_of`."""
+    return dict(schedule=dict(type=kind, microbatches=microbatches))
+
+
 def run_cases(
     world: int, configs: dict[str, dict[str, Any]], steps: int, make_batch: Callable[..., dict[str, Any]] = batch_of
 ) -> dict[str, list[Trace]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.laws import assert_parity
 from helpers.long import but
-from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, run_cases
+from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, run_cases, scheduled
 from helpers.twins import PlainGPT
 from torch import Tensor
 
@@ -22,10 +22,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mtp": dict(SIZES, loss_chunk=7, mtp_weight=0.4, z_loss=1e-3),
     "whole": dict(SIZES, z_loss=1e-3),
 }
-
-
-def scheduled(kind: str, microbatches: int = 4) -> dict[str, Any]:
-    return dict(schedule=dict(type=kind, microbatches=microbatches))
 
 
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -71,10 +67,7 @@ def alone(model: str) -> Trace:
 def test_every_plan_follows_one_process(model: str, world: int) -> None:
     configs = {name: settings(model, *rest) for name, (ranks, *rest) in PLANS.items() if ranks == world}
     for name, traces in run_cases(world, configs, STEPS, weighted).items():
-        try:
-            assert_parity(traces, alone(model), "fp64")
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        assert_parity(traces, alone(model), "fp64", name)
 
 
 @pytest.mark.parametrize("model", MODELS)

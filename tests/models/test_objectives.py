@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.laws import assert_parity
-from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, run_cases
+from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, run_cases, scheduled
 from helpers.twins import PlainGPT
 from torch import Tensor
 
@@ -36,10 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
         SIZES, loss_chunk=24, reference=dict(model=TEACHER), objective=dict(type="grpo", kl_weight=0.1, clip_high=0.3)
     ),
 }  # fmt: skip
-
-
-def scheduled(kind: str, microbatches: int = 4) -> dict[str, Any]:
-    return dict(schedule=dict(type=kind, microbatches=microbatches))
 
 
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -151,10 +147,7 @@ CASES = [(model, world) for world in (2, 4, 8) for model in MODELS]
 def test_every_plan_follows_one_process(model: str, world: int) -> None:
     configs = {name: settings(model, *rest) for name, (ranks, *rest) in PLANS.items() if ranks == world}
     for name, traces in run_cases(world, configs, STEPS, tuned).items():
-        try:
-            assert_parity(traces, alone(model), "fp64")
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        assert_parity(traces, alone(model), "fp64", name)
 
 
 def test_an_evaluation_computes_the_margins_of_its_pairs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from helpers.training import (
     config_of,
     run_cases,
     run_plan,
+    scheduled,
 )
 from helpers.twins import PlainLlama, PlainViT
 from torch import nn
@@ -95,10 +96,6 @@ TWINS: dict[str, type[nn.Module]] = {"Llama": PlainLlama, "ViT": PlainViT}
 Plan = tuple[int, dict[str, Any], dict[str, Any]]
 
 
-def scheduled(kind: str, microbatches: int = 4) -> dict[str, Any]:
-    return dict(schedule=dict(type=kind, microbatches=microbatches))
-
-
 #: name -> ranks, parallel, the rest of the config
 PLANS: dict[str, Plan] = {
     "1d sharded 2": (2, dict(tensor=dict(size=2, sequence_sharded=True)), {}),
@@ -146,10 +143,7 @@ def compare(cases: dict[tuple[str, str], Plan], precision: str, steps: int, **mo
     found = run_cases(world, configs, steps)
     for (model, _), (name, traces) in zip(cases, found.items(), strict=True):
         reference = alone(model, precision, steps, **more)
-        try:
-            assert_parity(traces, reference, precision)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        assert_parity(traces, reference, precision, name)
 
 
 #: what runs by default: the plans in which these models differ from GPT most
