@@ -71,6 +71,13 @@ class WithTable(WithLoss):
         super().__init__(sparse=True)
 
 
+PACKED = dict(type="Packed", source=dict(type="StdlibFiles", max_bytes=100_000))
+MIXTURE = dict(
+    model=dict(type="Llama", **{**SIZES, "vocab_size": 256}),
+    data=dict(
+        type="Mix", sources=dict(one=PACKED, other={**PACKED, "strategy": "greedy"}), weights=dict(one=1, other=3)
+    ),
+)
 TABLES = dict(model=dict(type=WithTable), optimizer=dict(tables=dict(type="SparseAdam")))
 
 
@@ -115,6 +122,12 @@ def cases() -> dict[str, Case]:
     found["data, a worker"] = Case(2, dict(data=2), dict(data=dict(type=Sentences, num_workers=1)))
     found["data, a loader"] = Case(2, dict(data=2), dict(data=dict(type=batches)))
     found["a model as it is"] = Case(2, dict(tensor=2), dict(model=dict(type=as_it_is)))
+    found["products in panels"] = Case(2, dict(tensor=dict(size=2, sequence_sharded=True, panels=2)))
+    beside = dict(loss_chunk=8, objective=dict(type="distillation"), reference=dict(model=dict(num_layers=1)))
+    found["a reference, chunks of the head"] = Case(2, dict(data=2), dict(model=dict(type="GPT", **beside)))
+    linear = dict(type="Llama", **SIZES, linear=dict(num_heads=2, key_dim=8, value_dim=8), attention_pattern=["linear"])
+    found["linear attention over a ring"] = Case(2, dict(sequence=2), dict(model=linear))
+    found["a mixture of packed documents"] = Case(2, dict(data=2), MIXTURE)
     found["tables"] = Case(2, dict(data=2, strategy=dict(type="hybrid", ways={"*": "owners"})), TABLES)
     return found
 
