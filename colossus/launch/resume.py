@@ -155,8 +155,8 @@ def _check_reference(config: Config) -> None:
     if wanted.path is None:  # a folder with a model of its own fits
         model = Named(**{**options_of_reference(options), "type": config.model.type})
         checkpoint = config.checkpoint.model_copy(update={"weights": Weights(path=path)})
-        beside = config.model_copy(update={"model": model, "checkpoint": checkpoint})
-        check_weights(beside, folder, "model.reference.weights")
+        of_reference = config.model_copy(update={"model": model, "checkpoint": checkpoint})
+        check_weights(of_reference, folder, "model.reference.weights")
 
 
 def _lost_metrics(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
 from colossus.layers.loss import label_losses, weighted_sum
-from colossus.layers.token_values import Logits, LogitsLayout, SplitLogits, beside, token_values
+from colossus.layers.token_values import Logits, LogitsLayout, SplitLogits, aligned_tokens, token_values
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
@@ -50,7 +50,7 @@ def distillation_loss(
         raise ValueError("distillation_loss: top_k leaves the teacher no chance for other words, to which the reverse "
                          "divergence is infinite: use reverse=False, or all words")  # fmt: skip
     numbers = (target,) if token_weights is None else (target, token_weights)
-    over_tokens, (labels, *weights) = beside(input, *numbers)
+    over_tokens, (labels, *weights) = aligned_tokens(input, *numbers)
 
     def losses(split: SplitLogits, other: Tensor, labels: Tensor) -> Tensor:
         value = divergence(split, other, reverse=reverse, temperature=temperature, top_k=top_k)

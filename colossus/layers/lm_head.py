@@ -105,10 +105,10 @@ class LMHead(MatmulLayer):
             if not isinstance(other.head, LMHead):
                 raise no_chunks(other.head)
             with torch.no_grad():
-                beside: Any = other.head(other)
+                its_logits: Any = other.head(other)
         else:
-            beside = None if other is None else split_logits(other)[0].detach()
-        return values_in_chunks(function, self.product_of(*logits.product), tokens, beside)
+            its_logits = None if other is None else split_logits(other)[0].detach()
+        return values_in_chunks(function, self.product_of(*logits.product), tokens, its_logits)
 
     def product_of(self, input: Tensor, chunk: int, cap: float | None) -> HeadProduct:
         """Return the product that `forward` computes, to be computed in chunks of ``chunk`` rows."""

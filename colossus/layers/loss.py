@@ -14,7 +14,7 @@ from colossus.comm.autograd import first_order
 from colossus.comm.kept_results import kept
 from colossus.layers.embedding import check_range
 from colossus.layers.lm_head import LMHead, no_chunks
-from colossus.layers.token_values import ChunkedLogits, Logits, LogitsLayout, SplitLogits, beside, token_values
+from colossus.layers.token_values import ChunkedLogits, Logits, LogitsLayout, SplitLogits, aligned_tokens, token_values
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
@@ -49,7 +49,7 @@ def cross_entropy(
         ValueError: shapes do not fit, or labels are outside the vocabulary (checked on CPU).
     """
     numbers = (target,) if token_weights is None else (target, token_weights)
-    over_tokens, (labels, *weights) = beside(input, *numbers)
+    over_tokens, (labels, *weights) = aligned_tokens(input, *numbers)
 
     def losses(split: SplitLogits, labels: Tensor) -> Tensor:
         return label_losses(split, labels, ignore_index, label_smoothing, z_loss)
@@ -65,7 +65,7 @@ def weighted_sum(
 
     Args:
         values, valid, weights: of this rank's tokens, [..].
-        over_tokens: sums over the ranks that split tokens, see `colossus.layers.token_values.beside`.
+        over_tokens: sums over the ranks that split tokens, see `colossus.layers.token_values.aligned_tokens`.
     """
     values = values.masked_fill(~valid, 0.0)
     if weights is None:
@@ -199,7 +199,7 @@ def accuracy(input: Logits, target: Tensor, *, k: int = 1, ignore_index: int = -
         (correct, count): float64 scalars over all tokens of this rank's samples in the whole layout; sum them over the
             ranks with other samples.
     """
-    over_tokens, (labels,) = beside(input, target)
+    over_tokens, (labels,) = aligned_tokens(input, target)
 
     def is_right(split: SplitLogits, labels: Tensor) -> Tensor:
         return _is_among_highest(split, labels, k, ignore_index)

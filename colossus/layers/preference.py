@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colossus.error_place import located_error
 from colossus.layers.loss import label_losses, weighted_sum
-from colossus.layers.token_values import ChunkedLogits, Logits, beside, token_values
+from colossus.layers.token_values import ChunkedLogits, Logits, aligned_tokens, token_values
 
 #: what a model that is compared with says of tokens: its logits, or their log-probabilities [batch, tokens]
 Reference = Logits
@@ -31,7 +31,7 @@ def token_log_probs(input: Logits, target: Tensor, *, ignore_index: int = -100) 
     Returns:
         [..] of this rank's samples, plain; under ``parallel.sequence`` of this rank's tokens.
     """
-    _, (labels,) = beside(input, target)
+    _, (labels,) = aligned_tokens(input, target)
     return -token_values(lambda split, labels: label_losses(split, labels, ignore_index), input, labels)
 
 
@@ -84,7 +84,7 @@ def dpo_margins(
     input: Logits, reference: Reference, target: Tensor, *, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """Return the margin h of each pair of `dpo_loss`, [pairs], and whether it has a label."""
-    over_tokens, (labels,) = beside(input, target)
+    over_tokens, (labels,) = aligned_tokens(input, target)
     if len(labels) % 2:
         raise located_error(
             f"samples 2 i and 2 i + 1 are the preferred and the other text of a pair, but a rank has {len(labels)} "
@@ -135,7 +135,7 @@ def policy_loss(
         if x is not None and x.dim() != target.dim():
             raise located_error(f"policy_loss: {name} has shape {tuple(x.shape)}, not [batch, tokens] like the labels")
     extra = [x for x in (advantages, old_log_probs, token_weights) if x is not None and x.dim() > 1]
-    over_tokens, (labels, *more) = beside(input, target, *extra)
+    over_tokens, (labels, *more) = aligned_tokens(input, target, *extra)
     rest = iter(more)
     gain = next(rest) if advantages.dim() > 1 else advantages[:, None]
     old = None if old_log_probs is None else next(rest)
@@ -172,6 +172,6 @@ def group_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
 def _log_probs(reference: Reference, input: Logits, target: Tensor, ignore_index: int) -> Tensor:
     """Return the reference's log-probabilities of this rank's tokens, from its logits, or as they are."""
     if not isinstance(reference, ChunkedLogits) and reference.dim() == target.dim():
-        _, (log_probs,) = beside(input, reference)
+        _, (log_probs,) = aligned_tokens(input, reference)
         return log_probs
     return token_log_probs(reference, target, ignore_index=ignore_index)

@@ -143,7 +143,7 @@ def token_values(function: TokenFunction, logits: Logits, *tokens: Tensor, other
     Args:
         function: see `TokenFunction`.
         logits: [.., vocabulary], plain, with split features, or in chunks.
-        tokens: numbers of each token, [..], plain, in the whole layout; see `beside`.
+        tokens: numbers of each token, [..], plain, in the whole layout; see `aligned_tokens`.
         other: logits of another model for the same tokens, without a gradient.
 
     Raises:
@@ -160,9 +160,9 @@ def token_values(function: TokenFunction, logits: Logits, *tokens: Tensor, other
         raise located_error(
             "the logits of the other model come in chunks, but those of the model do not: give both the same loss_chunk"
         )
-    beside, its_layout = split_logits(other.detach())
+    its_logits, its_layout = split_logits(other.detach())
     require_same_vocabulary(layout, its_layout)
-    return layout.samples_of(function(SplitLogits(shard, layout), beside, *rows))
+    return layout.samples_of(function(SplitLogits(shard, layout), its_logits, *rows))
 
 
 def rows_of_tokens(logits: Tensor, layout: LogitsLayout, tokens: Sequence[Tensor]) -> list[Tensor]:
@@ -185,7 +185,7 @@ def require_rows(tokens: Sequence[Tensor], rows: Sequence[Tensor], logits: Tenso
             )
 
 
-def beside(logits: Logits, *tokens: Tensor) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+def aligned_tokens(logits: Logits, *tokens: Tensor) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
     """Return a function that sums over all tokens, and this rank's numbers of the tokens whose logits it has, plain.
 
     The function takes any tensor of sums of this rank's tokens, and returns those of all sequence ranks.

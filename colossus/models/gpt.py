@@ -31,7 +31,7 @@ from colossus.models.multi_token import (
 )
 from colossus.models.objectives import Loss, loss_of_objective
 from colossus.models.options import DecoderOptions, GPTOptions
-from colossus.models.reference import beside, make_reference
+from colossus.models.reference import chain_of_both, make_reference
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
 from colossus.sequence_parallel.kernels import soft_capped
@@ -96,7 +96,7 @@ class Decoder(Transformer[DecoderOptions]):
                 "itself: adapt its linears in the function that builds it, or set reference = dict()"
             )
         other = self._own_blocks() if self.reference is None else self.reference._own_blocks()
-        return [*beside(own, other, self.parallel, is_shared=self.reference is None)]
+        return [*chain_of_both(own, other, self.parallel, is_shared=self.reference is None)]
 
     def _own_blocks(self) -> list[PipelineBlock]:
         return [

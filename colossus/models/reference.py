@@ -55,7 +55,7 @@ def make_reference(model: Any, wanted: ReferenceOptions) -> Any:
     return reference.requires_grad_(False).eval()
 
 
-def beside(
+def chain_of_both(
     own: Sequence[PipelineBlock], other: Sequence[PipelineBlock], parallel: ModelParallel, *, is_shared: bool
 ) -> list[PipelineBlock]:
     """Return the chain of two models: embedding, blocks and head of both; the blocks of the other are spread evenly.
