@@ -78,7 +78,7 @@ ON_THE_SITE = {
 
 def link_the_site(app: Any, page: str, source: list[str]) -> None:
     """Replace links to files of the repository by those to pages of the site."""
-    if page != "one-train-step":  # this page is about the code
+    if page not in ("one-train-step", "one-run"):  # these pages are about the code
         for file, other in ON_THE_SITE.items():
             source[0] = source[0].replace(f"]({file}", f"]({other}")
 

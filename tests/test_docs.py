@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from helpers.page_links import links, order_of_calls
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -22,21 +20,11 @@ from colossus import layers
 # -- docs/one-train-step.md, CONTRIBUTING.md ----------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
-LINKS = re.findall(r"\[`([\w.]+)`\]\(\.\./(colossus/[\w/]+)\.py\)", (ROOT / "docs" / "one-train-step.md").read_text())
-
-
-def _code(name: str, file: str) -> CodeType:
-    """Of the function that a link names."""
-    found: Any = importlib.import_module(file.replace("/", "."))
-    for part in name.split("."):
-        found = getattr(found, part)
-    code: CodeType = found.__code__
-    return code
+LINKS = links("one-train-step")
 
 
 def _called(rank: int) -> list[str]:
     """The linked functions in the order in which a step calls them first."""
-    names = {_code(name, file): name for name, file in LINKS}
     settings = dict(
         parallel=dict(data=2, tensor=2),
         optimizer=dict(type="SGD", lr=0.1),
@@ -49,17 +37,10 @@ def _called(rank: int) -> list[str]:
 
     engine = colossus.initialize(settings, model=pair, loss_fn=lambda y, batch: (y.square().sum(), y.shape[0]))
     engine.train_step(torch.ones(2, 6))
-    called: dict[str, None] = {}
-
-    def look(frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code in names:
-            called.setdefault(names[frame.f_code])
-
-    sys.setprofile(look)
-    engine.train_step(torch.ones(2, 6))
-    sys.setprofile(None)
+    with order_of_calls(LINKS) as called:
+        engine.train_step(torch.ones(2, 6))
     engine.close()
-    return list(called)
+    return called
 
 
 def test_a_step_calls_what_the_page_links_in_its_order() -> None:
