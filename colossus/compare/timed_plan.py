@@ -17,7 +17,6 @@ from colossus.compare.timed_steps import TimedSteps
 from colossus.config import Config
 from colossus.config.plans import describe_plan, world_size
 from colossus.context.local_ranks import LocalRanks, RanksFailed
-from colossus.launch.failures import is_communication
 from colossus.launch.held_ranks import hold_ranks, threads_of
 
 
@@ -76,7 +75,7 @@ class TimedPlan:
 
 def _reason(error: RanksFailed) -> tuple[str, str]:
     """Return one line, and the whole report, of the rank that failed by itself, not because its peer had gone."""
-    own = [rank for rank, text in sorted(error.tracebacks.items()) if not is_communication(text)]
+    own = sorted(error.tracebacks.keys() - set(error.victims))
     if not own and error.exit_codes:
         line = f"ranks ended without an answer, with exit codes {error.exit_codes}"
         return line, line

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,12 +32,19 @@ class RanksFailed(RuntimeError):
         tracebacks: tracebacks of ranks that raised.
         exit_codes: exit codes of ranks that ended without an answer; the negative number of a signal that killed them.
         silent: ranks that were killed because nothing moved any more.
+        victims: those of `tracebacks` that failed because another rank had gone (`LocalRanks`).
     """
 
-    def __init__(self, tracebacks: dict[int, str], exit_codes: dict[int, int], silent: list[int]) -> None:
-        self.tracebacks, self.exit_codes, self.silent = tracebacks, exit_codes, silent
+    def __init__(
+        self,
+        tracebacks: dict[int, str],
+        exit_codes: dict[int, int],
+        silent: list[int],
+        victims: Collection[int] = (),
+    ) -> None:
+        self.tracebacks, self.exit_codes, self.silent, self.victims = tracebacks, exit_codes, silent, victims
         if tracebacks:
-            first = min(tracebacks)
+            first = min(tracebacks, key=lambda rank: (rank in victims, rank))
             message = f"rank {first} failed\n{tracebacks[first]}"
         elif exit_codes:
             message = f"ranks ended without an answer, with exit codes {exit_codes}"
@@ -61,6 +68,7 @@ class LocalRanks:
         collective_timeout: seconds; by default torch's own.
         variables: environment variables of the ranks, where their names are not set.
         once: the ranks answer with the result of ``make`` (``made``), and end.
+        is_victim: returns whether an error of a rank comes from another rank that has gone.
 
     Raises:
         RanksFailed: from here and from ``call``; the ranks are gone then.
@@ -77,6 +85,7 @@ class LocalRanks:
         collective_timeout: float | None = None,
         variables: Mapping[str, str] | None = None,
         once: bool = False,
+        is_victim: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:
         self.world, self.patience = world, patience
         self._folder = tempfile.TemporaryDirectory(prefix="colossus-ranks-")
@@ -89,8 +98,8 @@ class LocalRanks:
             store = os.path.join(self._folder.name, "store")
             for rank in range(world):
                 here, there = context.Pipe()
-                arguments = (there, rank, world, store, backend, collective_timeout, variables or {}, make, once)
-                self._processes.append(context.Process(target=_run_rank, args=arguments))
+                settings = (store, backend, collective_timeout, variables or {}, make, once, is_victim)
+                self._processes.append(context.Process(target=_run_rank, args=(there, rank, world, *settings)))
                 self._processes[-1].start()
                 there.close()
                 self._pipes.append(here)
@@ -113,6 +122,7 @@ class LocalRanks:
         results: dict[int, Any] = {}
         tracebacks: dict[int, str] = {}
         exit_codes: dict[int, int] = {}
+        victims: set[int] = set()
         stall = StallDetector([process.pid for process in self._processes], self.patience)
         while waiting and not stall.is_stalled():
             for pipe in wait(list(waiting), timeout=0.5):
@@ -120,15 +130,17 @@ class LocalRanks:
                 rank = waiting.pop(pipe)
                 stall.record_progress()
                 try:
-                    done, value = pickle.loads(pipe.recv_bytes())
+                    done, value, is_victim = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     self._processes[rank].join()
                     exit_codes[rank] = self._processes[rank].exitcode
                     continue
                 (results if done else tracebacks)[rank] = value
+                if is_victim:
+                    victims.add(rank)
         if waiting or tracebacks or exit_codes:
             self.close()
-            raise RanksFailed(tracebacks, exit_codes, sorted(waiting.values()))
+            raise RanksFailed(tracebacks, exit_codes, sorted(waiting.values()), victims)
         return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
@@ -168,6 +180,7 @@ def _run_rank(
     variables: Mapping[str, str],
     make: Callable[[int], Any],
     once: bool,
+    is_victim: Callable[[BaseException], bool],
 ) -> None:
     code = 0
     try:
@@ -183,18 +196,18 @@ def _run_rank(
             )
             dist.barrier()  # a rank that leaves while others still connect would break them
         target = make(rank)
-        pipe.send_bytes(pickle.dumps((True, target if once else None)))
+        pipe.send_bytes(pickle.dumps((True, target if once else None, False)))
         while not once:
             try:
                 method, args = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the parent has gone
                 break
-            pipe.send_bytes(pickle.dumps((True, getattr(target, method)(*args))))
+            pipe.send_bytes(pickle.dumps((True, getattr(target, method)(*args), False)))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
+    except BaseException as error:
         code = 1
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc(), is_victim(error))))
     finally:
         os._exit(code)  # destructors of broken process groups can hang
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from colossus import machine
+from colossus.comm.peer_gone import OPEN_FILES_ERROR
 from colossus.config import Config
-from colossus.launch.failures import OPEN_FILES_ERROR
 
 #: words in errors of torch's allocators, CUDA, cuBLAS and cuDNN
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")

@@ -9,12 +9,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from colossus.comm.peer_gone import PeerGone
+from colossus.comm.peer_gone import causes, is_of_a_peer
 from colossus.config import ConfigError
 
 Kind = Literal["error", "config", "communication", "stuck"]
@@ -28,25 +28,6 @@ _REPORTED = "reported"
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
 )
-
-#: words in gloo's errors, which are `RuntimeError`s: the source file, or those of a collective that ends because
-#: another one on the same connection has timed out
-_GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")
-#: torch's errors of a connection, and of a store in which a rank waits for the key of another
-_CONNECTION_ERRORS = ("torch.distributed.DistNetworkError", "torch.distributed.DistStoreError")
-#: torch's error of NCCL, which may also be this rank's own, and the words of those that come from other ranks
-_NCCL_ERROR = "torch.distributed.DistBackendError"
-_NCCL_SAYS = (
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-    "ncclSystemError",
-    "remote process exited or there was a network error",
-    "Watchdog caught collective operation timeout",
-    "Some NCCL operations have failed or timed out",
-)
-
-#: the words of an error of this process's own limit, which gloo's errors contain, too
-OPEN_FILES_ERROR = "Too many open files"
 
 
 @dataclass(frozen=True)
@@ -91,50 +72,15 @@ class FailureRecord:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return the kind of an error; a communication error anywhere in its chain of causes decides.
-
-    The code that raised it decides, never its words alone: a user's "Broken pipe" may be of another connection.
-    """
+    """Return the kind of an error: ``communication`` where another rank has gone, by its type or that of a cause."""
     if isinstance(error, ConfigError):
         return "config"
-    return "communication" if any(map(_is_of_a_peer, _chain(error))) else "error"
-
-
-def _is_of_a_peer(error: BaseException) -> bool:
-    if isinstance(error, PeerGone):
-        return True
-    if OPEN_FILES_ERROR in str(error):
-        return False
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
-    if _NCCL_ERROR in names:
-        return any(words in str(error) for words in _NCCL_SAYS)
-    is_of_gloo = type(error) is RuntimeError and any(words in str(error) for words in _GLOO_SAYS)
-    return is_of_gloo or any(name in names for name in _CONNECTION_ERRORS)
-
-
-def is_communication(text: str) -> bool:
-    """Return whether a traceback, as text, is of an error by which a peer has gone or is silent."""
-    if OPEN_FILES_ERROR in text:
-        return False
-    if f"{_NCCL_ERROR}: " in text:
-        return any(words in text for words in _NCCL_SAYS)
-    names = (*_CONNECTION_ERRORS, "colossus.comm.peer_gone.PeerGone", "colossus.server.frames.ServerGone")
-    return any(words in text for words in (*_GLOO_SAYS, *(f"{name}: " for name in names)))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "communication" if is_of_a_peer(error) else "error"
 
 
 def messages_of(error: BaseException) -> list[str]:
     """Return the messages of an error and its causes."""
-    return [f"{type(cause).__name__}: {cause}" for cause in _chain(error)]
+    return [f"{type(cause).__name__}: {cause}" for cause in causes(error)]
 
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:

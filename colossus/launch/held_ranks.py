@@ -15,6 +15,7 @@ import torch
 
 from colossus import machine
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.comm.peer_gone import is_of_a_peer
 from colossus.config import Config
 from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
@@ -56,6 +57,7 @@ def hold_ranks(config: Config, make: Callable[[], Any], threads: int) -> LocalRa
         backend=choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         collective_timeout=config.comm.timeout_seconds,
         variables=VARIABLES if config.train.deterministic else None,  # the process group may start CUDA
+        is_victim=is_of_a_peer,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
 from colossus.checkpoint.manifest import read_manifest
+from colossus.comm.peer_gone import OPEN_FILES_ERROR
 from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, run_folder
@@ -226,7 +227,7 @@ def describe_death(code: int) -> str:
     names = {member.value: member.name for member in signal.Signals}
     name = names.get(-code, f"signal {-code}")
     if name == "SIGABRT" and has_few_open_files():
-        return f'was killed by {name}; if it says "{failures.OPEN_FILES_ERROR}" above: {open_files_advice()}'
+        return f'was killed by {name}; if it says "{OPEN_FILES_ERROR}" above: {open_files_advice()}'
     return f"was killed by {name}{f': {_DEATHS[name]}' if name in _DEATHS else ''}"
 
 

@@ -190,6 +190,14 @@ def _runs_in(pid: int, folder: Path) -> bool:
         return False
 
 
+def native(error: BaseException) -> BaseException:
+    """An error as torch raises it: out of native code, which has no frame."""
+    try:
+        (number for number in ()).throw(error)
+    except BaseException as caught:
+        return caught
+
+
 @contextmanager
 def nothing_runs_on(folder: Path) -> Iterator[None]:
     """Whatever happens inside, no process is left that runs in the folder."""

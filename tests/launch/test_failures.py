@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers.faults import native
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from colossus.comm.peer_gone import PeerGone
+from colossus.comm.peer_gone import PeerGone, is_of_a_peer
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
+from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.launch import failures, rank_failure
 from colossus.launch.advice import memory_advice
 from colossus.launch.failures import FailureRecord
@@ -43,7 +47,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 
 
 def test_own_errors_come_first_by_time() -> None:
-    records = [record(rank, RuntimeError(PEER), time=1.0) for rank in (0, 2)]
+    records = [record(rank, PeerGone(PEER), time=1.0) for rank in (0, 2)]
     records += [record(1, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
     found = rank_causes(records, {rank: RankExit(1) for rank in range(4)})
     assert [cause.rank for cause in found] == [3, 1, 0, 2]
@@ -57,7 +61,7 @@ def test_own_errors_come_first_by_time() -> None:
 @given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
 def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times: list[float]) -> None:
     culprit = order[0]
-    errors = {rank: ValueError("own") if rank == culprit else RuntimeError(PEER) for rank in range(4)}
+    errors = {rank: ValueError("own") if rank == culprit else PeerGone(PEER) for rank in range(4)}
     records = [record(rank, errors[rank], time=times[rank]) for rank in order]
     assert rank_causes(records, {})[0].rank == culprit
 
@@ -71,8 +75,8 @@ def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times:
         ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None, None),
         ({0: RankExit(143), 1: RankExit(-9)}, None, None),
         # rank 1 was told before it could tell rank 0; one that was only ended by us is no stop
-        ({0: RankExit(1), 1: RankExit(143)}, RuntimeError(PEER), 143),
-        ({0: RankExit(1), 1: RankExit(143, after_stop=True)}, RuntimeError(PEER), None),
+        ({0: RankExit(1), 1: RankExit(143)}, PeerGone(PEER), 143),
+        ({0: RankExit(1), 1: RankExit(143, after_stop=True)}, PeerGone(PEER), None),
         ({0: RankExit(1), 1: RankExit(143)}, ValueError("own"), None),
     ],
 )
@@ -85,31 +89,47 @@ def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exceptio
     ("error", "kind"),
     [
         (ValueError("boom"), "error"),
-        (RuntimeError(PEER), "communication"),
+        (native(RuntimeError(PEER)), "communication"),
         # two collectives are under way, and the other one has timed out
-        (RuntimeError("Application timeout caused pair closure"), "communication"),
+        (native(RuntimeError("Application timeout caused pair closure")), "communication"),
         # a rank that waits for another's key in the store
         (DistStoreError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
         (DistNetworkError("sendBytes failed on SocketImpl(fd=4): Broken pipe"), "communication"),
         (PeerGone("timeout: rank 1 did not send the gradient of microbatch 0 within 4 s"), "communication"),
-        (DistBackendError("NCCL communicator was aborted on rank 1"), "communication"),
-        (DistBackendError("ncclUnhandledCudaError: an illegal memory access was encountered"), "error"),
-        (RuntimeError("shape mismatch"), "error"),
+        (native(DistBackendError("NCCL communicator was aborted on rank 1")), "communication"),
+        (native(DistBackendError("ncclUnhandledCudaError: an illegal memory access was encountered")), "error"),
+        (native(RuntimeError("shape mismatch")), "error"),
         # the words of a user are no collective of ours
         (RuntimeError("the tokenizer's server: Broken pipe"), "error"),
         (RuntimeError("Connection closed by peer"), "error"),
+        (raised(RuntimeError(PEER)), "error"),
+        (raised(DistBackendError("NCCL communicator was aborted on rank 1")), "error"),
         (RuntimeError("timeout: the loader did not send the batch"), "error"),
         (raised(ValueError("wait timeout of the database"), BrokenPipeError("Broken pipe")), "error"),
         # a user's own network access is no collective of ours
         (ConnectionResetError("Connection reset by peer"), "error"),
         (ConfigError("parallel.data: too many"), "config"),
         (SystemExit(3), "error"),
-        (raised(ValueError("step failed"), RuntimeError(PEER)), "communication"),
+        (raised(ValueError("step failed"), native(RuntimeError(PEER))), "communication"),
         (raised(ValueError("step failed"), ServerGone(1, "10.0.0.1:7", "it was silent")), "communication"),
     ],
 )
 def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
     assert failures.kind_of(error) == kind
+
+
+def _loses_its_peer(rank: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        raise RuntimeError("the database: Broken pipe, Connection closed by peer, gloo/transport")
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def test_what_gloo_raises_is_told_from_a_users_words() -> None:
+    with pytest.raises(RanksFailed, match=r"^rank 1 failed(?s:.*)the database") as failed:
+        run_local_ranks(2, _loses_its_peer, is_victim=is_of_a_peer)
+    assert failed.value.victims == {0}
+    assert "RuntimeError: [" in failed.value.tracebacks[0], "gloo has a type of its own now"
 
 
 # -- the block ------------------------------------------------------------------------------------------------
@@ -130,7 +150,7 @@ def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
     ],
 )
 def test_a_rank_without_a_record_is_named_from_its_exit_code(ended: RankExit, words: list[str]) -> None:
-    records = [record(rank, RuntimeError(PEER)) for rank in (0, 1, 3)]
+    records = [record(rank, PeerGone(PEER)) for rank in (0, 1, 3)]
     text = block(rank_causes(records, {0: RankExit(1), 1: RankExit(1), 2: ended, 3: RankExit(1)}), GRID)
     for each in ["run failed: rank 2 near step 3", "ranks 0, 1, 3 stopped because", *words]:
         assert each in text
@@ -159,8 +179,8 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
     text = block(rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
     assert "run failed: rank 9 before the first step" in text
     assert "ranks 0, 1, 2, 3, 4, 5, .. 63 stopped because rank 9 went away." in text
-    found = rank_causes([record(0, RuntimeError(PEER), time=2.0), record(1, RuntimeError(PEER), time=1.0)], {})
-    assert "rank 1 (host host1; data 0, tensor 1) raised RuntimeError; no rank failed by itself" in block(found, GRID)
+    found = rank_causes([record(0, PeerGone(PEER), time=2.0), record(1, PeerGone(PEER), time=1.0)], {})
+    assert "rank 1 (host host1; data 0, tensor 1) raised PeerGone; no rank failed by itself" in block(found, GRID)
 
 
 # -- records --------------------------------------------------------------------------------------------------

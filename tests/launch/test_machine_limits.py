@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.datasets import Numbers, loaders
+from helpers.faults import native
 from helpers.launching import LAUNCH, TINY, finish, launch, start
 
 from colossus import machine
@@ -44,12 +45,11 @@ def limited(script: str, *arguments: str, tmp_path: Path, namespaces: str = "") 
 
 def test_few_open_files_are_a_rank_s_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "open_files", lambda: 48)
-    for error in (RuntimeError(f"{GLOO}Too many open files"), OSError(errno.EMFILE, os.strerror(errno.EMFILE))):
+    for error in (native(RuntimeError(f"{GLOO}Too many open files")), OSError(errno.EMFILE, os.strerror(errno.EMFILE))):
         assert failures.kind_of(error) == "error"
         said = advice.advise(failures.messages_of(error), CONFIG, 3, None)
         assert said.startswith("a process may open 48 files here (ulimit -n), which are too few")
-    assert failures.kind_of(RuntimeError(f"{GLOO}Connection closed by peer")) == "communication"
-    assert not failures.is_communication(f"RuntimeError: {GLOO}Too many open files")
+    assert failures.kind_of(native(RuntimeError(f"{GLOO}Connection closed by peer"))) == "communication"
     assert advice.advise(["ValueError: of the user"], CONFIG, 3, None) == ""
     assert 'if it says "Too many open files" above: a process may open 48 files' in describe_death(-6)
     monkeypatch.setattr(machine, "open_files", lambda: 65536)
