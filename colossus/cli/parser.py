@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from colossus.arithmetic import parse_bytes
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
-from colossus.config import Config, ConfigError
+from colossus.config import Config, ConfigError, state_config
 from colossus.config.user_path import user_path
 from colossus.launch import run_folder
-from colossus.launch.auto_plan import load_planned
+from colossus.launch.auto_plan import resolve_planned
 from colossus.registry import nearest
 
 OVERRIDES = """\
@@ -124,7 +124,7 @@ def load(arguments: argparse.Namespace) -> Config:
     """
     ranks = os.environ.get("WORLD_SIZE", "")
     world_size = int(ranks) if ranks.isdecimal() and int(ranks) else None
-    config, _, lines = load_planned(arguments.file, arguments.overrides, arguments.nproc or world_size)
+    config, lines = resolve_planned(state_config(arguments.file, arguments.overrides), arguments.nproc or world_size)
     if lines:
         print("\n".join(lines), file=sys.stderr)
     return config

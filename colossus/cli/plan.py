@@ -19,7 +19,7 @@ from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_a
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
-from colossus.config import Config, ConfigError, load_config
+from colossus.config import Config, ConfigError, resolve, state_config
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import resolve_sizes, world_size
 from colossus.config.schema import Parallel
@@ -201,7 +201,7 @@ def _question(arguments: argparse.Namespace) -> Question:
 
     words = [word for word in arguments.keep if not _is_override(word)]
     overrides = [*arguments.overrides, *(word for word in arguments.keep if _is_override(word))]
-    config = load_config(arguments.file, overrides, choose=leave_open)
+    config = resolve(state_config(arguments.file, overrides), choose=leave_open)
     check_required(config)
     sections = {word: word.partition("=")[0].partition(".")[0] for word in words}
     keep = fixed | apply_overrides(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,43 +28,67 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def load_config(
-    config: str | Path | Mapping[str, Any],
-    overrides: Iterable[str] = (),
-    nproc: int | None = None,
-    *,
-    choose: Callable[[Config], Config] | None = None,
+    config: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), nproc: int | None = None
 ) -> Config:
-    """Run a config file, apply the overrides, validate it and fit it to the number of processes.
+    """Return the resolved config of a file and overrides: `state_config`, then `resolve`.
 
     Args:
         config: path of a Python file whose top-level names are the sections, or a mapping of sections.
         overrides: ``section.key=value`` strings; they win over the file.
         nproc: number of processes of the whole run; None takes the product of the sizes.
-        choose: returns a config with a plan, for example of ``parallel.auto``, before sizes are checked; None refuses a
-            config without a plan.
-
-    Returns:
-        The config, with ``parallel.data`` a number and ``name`` set.
 
     Raises:
         ConfigError: for everything that is wrong with the file, a key, a value or the plan.
     """
+    return resolve(state_config(config, overrides), nproc)
+
+
+def state_config(config: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """Run a config file and return what it and the overrides say, with ``name`` set.
+
+    Raises:
+        ConfigError: for everything that is wrong with the file, a key or the type of a value.
+    """
     source = None if isinstance(config, Mapping) else Path(config).name
-    try:
+    with _named_in_errors(source):
         values = config if isinstance(config, Mapping) else read_file(Path(config))
-        loaded = validate(apply_overrides(values, overrides))
-        if loaded.name is None:
-            loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
-        loaded = resolve_model(loaded)
-        check_names(loaded)
+        stated = validate(apply_overrides(values, overrides))
+    if stated.name is None:
+        stated = stated.model_copy(update={"name": Path(source).stem if source else "run"})
+    stated._source = source
+    return stated
+
+
+def resolve(stated: Config, nproc: int | None = None, *, choose: Callable[[Config], Config] | None = None) -> Config:
+    """Return the config with its names found, its options checked, and its plan fitted to the number of processes.
+
+    Args:
+        stated: what a file and overrides say.
+        nproc: number of processes of the whole run; None takes the product of the sizes.
+        choose: returns a config with a plan, for example of ``parallel.auto``, before sizes are checked; None refuses a
+            config without a plan.
+
+    Returns:
+        The config, with ``parallel.data`` a number.
+
+    Raises:
+        ConfigError: for everything that is wrong with a name, a value or the plan.
+    """
+    with _named_in_errors(stated.source):
+        config = resolve_model(stated)
+        check_names(config)
         if choose is not None:
-            loaded = choose(loaded)
-        loaded = resolve_sizes(loaded, nproc)
+            config = choose(config)
+        return resolve_sizes(config, nproc)
+
+
+@contextmanager
+def _named_in_errors(source: str | None) -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         # the cause stays attached, so that a traceback of the user's own file can still be printed
         raise ConfigError(error.problems, source) from error.__cause__
-    loaded._source = source
-    return loaded
 
 
 def validate(values: Mapping[str, Any]) -> Config:

@@ -36,12 +36,12 @@ def as_dict(config: Config) -> dict[str, Any]:
     Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``, and addresses without credentials:
     what is written down or tracked must not have them.
     """
-    sections = _plain(config)
+    sections = plain(config)
     if config.parallel.zero.stage:  # it determines the strategy
         del sections["parallel"]["strategy"]
     options = model_options(config)
     if isinstance(options, BaseModel):
-        sections["model"] = {"type": sections["model"]["type"], **_plain(options)}
+        sections["model"] = {"type": sections["model"]["type"], **plain(options)}
     return sections
 
 
@@ -77,22 +77,23 @@ def _literal(value: Any, column: int, indent: str) -> str:
     return "dict(\n" + "".join(lines) + indent + ")"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of a config as JSON-able data; see `as_dict`."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return without_credentials(value)
     if isinstance(value, BaseModel):
         fields = {key: getattr(value, key) for key in type(value).model_fields}
-        return {key: _plain(item) for key, item in {**fields, **(value.model_extra or {})}.items()}
+        return {key: plain(item) for key, item in {**fields, **(value.model_extra or {})}.items()}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array of numpy
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
     return f"<{type(value).__module__}:{type(value).__qualname__}>"

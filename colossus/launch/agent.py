@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from torch.distributed import TCPStore
 
 from colossus import machine
-from colossus.config import ConfigError
-from colossus.launch import failures
+from colossus.config import Config, ConfigError
+from colossus.config.resolved import write_resolved
+from colossus.launch import failures, run_folder
 from colossus.launch.auto_plan import Planned
 from colossus.launch.nodes import Nodes
 from colossus.launch.outcome import Outcome
@@ -42,13 +43,15 @@ class Job(NamedTuple):
 
     Attributes:
         plan: a function of the number of nodes that returns a plan and the number of nodes that it uses.
-        config_path: the config file.
+        stated: what the config file and the overrides say.
+        words: the config file and the overrides.
         local_ranks: the ranks of each node.
         rendezvous: the rendezvous of the nodes; None where there is one node.
     """
 
     plan: Callable[[int], tuple[Planned, int]]
-    config_path: str
+    stated: Config
+    words: tuple[str, ...]
     local_ranks: int
     rendezvous: Rendezvous | None = None
 
@@ -148,7 +151,7 @@ class _Agent:
         if job.rendezvous is not None:
             self._nodes = Nodes(job.rendezvous, before)
             outcome.node = self._nodes.node
-        (config, overrides, lines), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
+        (config, lines), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
         ranks = range(job.local_ranks) if self._nodes is None else self._nodes.share(num_nodes, job.local_ranks)
         outcome.config, outcome.is_spare = config, not ranks
         folder, resume, address, port = self._agree()
@@ -157,7 +160,10 @@ class _Agent:
             print("\n".join(lines), flush=True)
         if number := num_servers(config, num_nodes):
             self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
-        words = (str(folder), resume or "", job.config_path, *overrides)
+        resolved = folder / (run_folder.RESOLVED if not outcome.node else f"node-{outcome.node}-{run_folder.RESOLVED}")
+        if ranks:
+            write_resolved(resolved, config, job.stated)
+        words = (str(folder), resume or "", str(resolved), *job.words)
         variables = {  # those that torchrun sets
             "WORLD_SIZE": str(num_nodes * job.local_ranks),
             "LOCAL_WORLD_SIZE": str(job.local_ranks),

@@ -1,20 +1,19 @@
 """The choice of a plan before a launch: for ``parallel = "auto"``, stages of equal time, and fewer processes.
 
-The launcher of each node searches and passes the plan to its ranks; under torchrun and srun every rank searches. The
-result depends on the config, the devices and the hardware only, so that all get the same plan. Ranks compare their
-configs before the first step. No torch for a config that names its plan.
+The launcher of each node searches; under torchrun and srun every rank does. The result depends on the config, the
+devices and the hardware only, so that all get the same plan. Ranks compare their configs before the first step. No
+torch for a config that names its plan.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
 from colossus.arithmetic import byte_count, counted, parse_bytes
-from colossus.config import Config, ConfigError, load_config
+from colossus.config import Config, ConfigError, resolve
 from colossus.config.plans import describe_plan, world_size
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.named_hardware import default_hosts, named_hardware, typical_cpu
@@ -22,7 +21,6 @@ from colossus.launch.checks import check_required, is_on_cuda
 from colossus.launch.fitted_plan import fit_plan
 
 if TYPE_CHECKING:
-    from colossus.planner.plan_estimate import PlanEstimate
     from colossus.planner.search_result import SearchResult
 
 #: keys of ``parallel`` that no search varies
@@ -30,47 +28,41 @@ _NOT_SIZES = ("auto", "strategy", "rank_order")
 
 
 class Planned(NamedTuple):
-    """A resolved config, the overrides that make it from its file, and lines for the user on the plan."""
+    """A resolved config, and lines for the user on its plan."""
 
     config: Config
-    overrides: list[str]
     lines: list[str]
 
 
-def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, *, hosts: int | None = None) -> Planned:
-    """Load a config, and choose a plan where it leaves one open, or names one for more processes than there are.
+def resolve_planned(stated: Config, nproc: int | None = None, *, hosts: int | None = None) -> Planned:
+    """Resolve a config, with a plan where it leaves one open, or names one for more processes than there are.
 
     Args:
-        path: the config file.
-        overrides: its overrides.
+        stated: what the config file and the overrides say.
         nproc: the processes of the whole run.
         hosts: the number of hosts over which they are spread; None: eight devices on each host, or one host of CPUs.
 
     Raises:
-        ConfigError: see `load_config`; also where no plan fits, or the hardware is unknown.
+        ConfigError: see `resolve`; also where no plan fits, or the hardware is unknown.
     """
-    final_overrides, lines = list(overrides), list[str]()
+    lines = list[str]()
 
     def choose(config: Config) -> Config:
-        if config.parallel.auto is None:
-            fitted, changes, more = (config, [], []) if nproc is None else fit_plan(config, nproc)
-            final_overrides.extend(changes)
-            lines.extend(more)
-            return fitted
-        best, more = _choose(config, nproc, hosts)
-        final_overrides.extend(["parallel.auto=None", *best.overrides])
+        if config.parallel.auto is not None:
+            planned, more = _choose(config, nproc, hosts)
+        else:
+            planned, more = (config, []) if nproc is None else fit_plan(config, nproc)
         lines.extend(more)
-        return best.config
+        return planned
 
-    config = load_config(path, overrides, nproc, choose=choose)
+    config = resolve(stated, nproc, choose=choose)
     if config.parallel.pipeline.split == "time" and config.parallel.pipeline.size > 1:
-        config, stated = _with_stated_split(config, hosts)
-        final_overrides.extend(stated)
-    return Planned(config, final_overrides, lines)
+        config = _with_stated_split(config, hosts)
+    return Planned(config, lines)
 
 
-def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanEstimate, list[str]]:
-    """Return the best plan, and lines on it for the user."""
+def _choose(config: Config, nproc: int | None, hosts: int | None) -> Planned:
+    """Return the config with the best plan, and lines on it for the user."""
     check_required(config)
     auto = config.parallel.auto
     assert auto is not None
@@ -101,7 +93,7 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
         f"predicted   {best.seconds:.3g} s a step, {byte_count(best.memory.fullest.total)} on the fullest rank; "
         f"{hardware.name}",
     ]
-    return best, lines
+    return Planned(best.config, lines)
 
 
 def left_open(config: Config) -> tuple[Config, dict[str, Any]]:
@@ -135,13 +127,13 @@ def _hardware_of(config: Config, nproc: int, hosts: int | None) -> tuple[Hardwar
     return hardware, hosts or default_hosts(hardware, nproc)
 
 
-def _with_stated_split(config: Config, hosts: int | None) -> tuple[Config, Sequence[str]]:
-    """Return a config whose stages take equal time, with an override that has the number of blocks of each stage."""
+def _with_stated_split(config: Config, hosts: int | None) -> Config:
+    """Return a config with the numbers of blocks of stages that take equal time."""
     check_required(config)
     estimate = importlib.import_module("colossus.planner.estimate")
     try:
         hardware, hosts = _hardware_of(config, world_size(config.parallel), hosts)
-        stated: tuple[Config, Sequence[str]] = estimate.Estimator(hardware, hosts=hosts).with_stated_split(config)
+        stated: Config = estimate.Estimator(hardware, hosts=hosts).with_stated_split(config)[0]
     except ConfigError:
         raise
     except ValueError as error:

@@ -16,11 +16,11 @@ from pathlib import Path
 from colossus import machine
 from colossus.arithmetic import counted, factors
 from colossus.checkpoint.weight_sources import describe_weights
-from colossus.config import Config, ConfigError, model_options
+from colossus.config import Config, ConfigError, model_options, state_config
 from colossus.config.plans import describe_processes, describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
-from colossus.launch.auto_plan import load_planned
+from colossus.launch.auto_plan import resolve_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_model, check_required, describe_device
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.report import DONE, FAILED, USAGE
@@ -72,8 +72,9 @@ def run(
                 raise ConfigError("--dry-run starts nothing: give it without torchrun or srun")
             return _join(config_path, overrides, joined, nproc, run_dir, resume)
         nodes = NodeRange(*nnodes)
-        planner = NodePlans(config_path, overrides, nproc, nodes, rdzv_endpoint)
-        (config, overrides, lines), local_ranks = planner.max_plan, planner.local_ranks
+        stated = state_config(config_path, overrides)
+        planner = NodePlans(stated, nproc, nodes, rdzv_endpoint)
+        (config, lines), local_ranks = planner.max_plan, planner.local_ranks
         find_origin = partial(choose, config, run_dir=run_dir, resume=resume)
         # with several nodes the first one looks, and which that is depends on the rendezvous
         origin = find_origin() if nodes.max_nodes == 1 or dry_run else None
@@ -102,7 +103,9 @@ def run(
         rendezvous = None
         if nodes.max_nodes > 1:
             rendezvous = Rendezvous(rdzv_endpoint or "", nodes, config.launch.rejoin_seconds)
-        return run_attempts(Job(planner.plan, config_path, local_ranks, rendezvous), config, begin)
+        return run_attempts(
+            Job(planner.plan, stated, (config_path, *overrides), local_ranks, rendezvous), config, begin
+        )
     except ConfigError as error:  # of the run folder, on the first node
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
@@ -142,7 +145,8 @@ def _join(
         if nproc is not None and str(nproc) not in (joined["WORLD_SIZE"], joined.get("LOCAL_WORLD_SIZE")):
             raise ConfigError(f"--nproc {nproc}, but torchrun or srun has started {world_size}: leave --nproc out")
         local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
-        config, overrides, lines = load_planned(config_path, overrides, world_size, hosts=-(-world_size // local_ranks))
+        stated = state_config(config_path, overrides)
+        config, lines = resolve_planned(stated, world_size, hosts=-(-world_size // local_ranks))
         check_required(config)
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
     except ConfigError as error:
@@ -163,7 +167,7 @@ def _join(
     machine.raise_open_files()
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-    return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
+    return run_worker(lambda: config, run_dir=run_dir, resume=resume)
 
 
 def _restarts(config: Config) -> bool:

@@ -12,7 +12,7 @@ from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, 
 from colossus.config.schema import Parallel
 
 
-def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[str]]:
+def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
     """Return the config with a plan for ``processes`` processes, where ``launch.min_processes`` allows fewer.
 
     Tensor, pipeline and sequence stay as they are. Data becomes smaller, and so do sizes that are counted in data ranks
@@ -20,18 +20,18 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[st
     size is as near to the old one as the numbers allow, and not larger.
 
     Returns:
-        The config, the overrides that lead to it, and lines for the user.
+        The config, and lines for the user.
 
     Raises:
         ConfigError: there are fewer processes than allowed, or no such plan fits; with the arithmetic.
     """
     least, parallel = config.launch.min_processes, config.parallel
     if least is None or parallel.auto is not None:
-        return config, [], []
+        return config, []
     if processes < least:
         raise ConfigError(f"launch.min_processes = {least}, but there {_are(processes)}")
     if parallel.data is None or world_size(parallel) <= processes:
-        return config, [], []
+        return config, []
     others = world_size(parallel) // parallel.data
     if processes % others:
         unsplit = describe_sizes(parallel.model_copy(update={"data": None}))
@@ -49,7 +49,7 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[st
             problem = problem or error
             continue
         line = f"plan        {describe_plan(resolved)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
-        return fitted, [f"{key}={value}" for key, value in changes.items()], [line]
+        return fitted, [line]
     assert problem is not None
     raise ConfigError([f"with {counted(processes, 'process', 'es')}: {text}" for text in problem.problems])
 

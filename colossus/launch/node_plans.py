@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import world_size
-from colossus.launch.auto_plan import Planned, load_planned
+from colossus.launch.auto_plan import Planned, resolve_planned
 from colossus.launch.checks import check_required
 
 
@@ -24,8 +24,7 @@ class NodePlans:
     """The plans of one launch for each number of nodes; all nodes have the same number of processes.
 
     Args:
-        config_path: the config file.
-        overrides: its overrides.
+        stated: what the config file and the overrides say.
         nproc: the processes of each node; None: those of the config's plan, shared out over the largest number of
             nodes.
         nodes: the smallest and the largest number of nodes.
@@ -39,21 +38,20 @@ class NodePlans:
         ConfigError: there is no plan for the largest or for the smallest number of nodes.
     """
 
-    def __init__(
-        self, config_path: str, overrides: list[str], nproc: int | None, nodes: NodeRange, endpoint: str | None
-    ) -> None:
-        self._path, self._overrides, self._nodes = config_path, overrides, nodes
+    def __init__(self, stated: Config, nproc: int | None, nodes: NodeRange, endpoint: str | None) -> None:
+        self._stated, self._nodes = stated, nodes
         #: number of nodes -> its plan; None where no plan fits
         self._plans: dict[int, Planned | None] = {}
         total = nproc * nodes.max_nodes if nproc is not None else None
-        self.max_plan = load_planned(config_path, self._overrides, total, hosts=nodes.max_nodes)
+        self.max_plan = resolve_planned(stated, total, hosts=nodes.max_nodes)
         config = self.max_plan.config
         check_required(config)
         self.local_ranks = _local_ranks(world_size(config.parallel), nodes.max_nodes, endpoint)
         if nodes.min_nodes < nodes.max_nodes:
             _check_range(config, nodes)
             if config.launch.min_processes is None:
-                self._overrides = [*overrides, f"launch.min_processes={nodes.min_nodes * self.local_ranks}"]
+                launch = config.launch.model_copy(update={"min_processes": nodes.min_nodes * self.local_ranks})
+                self._stated = stated.model_copy(update={"launch": launch})
             self._plans[nodes.max_nodes] = self.max_plan
             self._load(nodes.min_nodes)
 
@@ -74,7 +72,7 @@ class NodePlans:
         return smallest, self._nodes.min_nodes
 
     def _load(self, num_nodes: int) -> None:
-        plan = load_planned(self._path, self._overrides, num_nodes * self.local_ranks, hosts=num_nodes)
+        plan = resolve_planned(self._stated, num_nodes * self.local_ranks, hosts=num_nodes)
         check_required(plan.config)
         self._plans[num_nodes] = plan
 

@@ -1,4 +1,4 @@
-"""The worker process of a rank, with the arguments ``RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
+"""The worker process of a rank, with the arguments ``RUN_DIR CHECKPOINT RESOLVED CONFIG [section.key=value ...]``.
 
 The launcher starts it with the variables that torchrun would set. Under torchrun and srun, `colossus launch` itself
 runs ``run_worker`` in their process.
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.config import Config, ConfigError, Named, load_config
+from colossus.config import Config, ConfigError, Named, state_config
+from colossus.config.resolved import read_resolved
 from colossus.config_module import put_on_path
 from colossus.context.grid import build_grid
 from colossus.launch import failures, run_folder
@@ -30,24 +31,22 @@ from colossus.registry import HOOKS
 
 
 def main(arguments: Sequence[str]) -> int:
-    run_dir, resume, config, *overrides = arguments
+    run_dir, resume, resolved, config, *overrides = arguments
     put_on_path()
-    return run_worker(config, overrides, run_dir=run_dir, resume=resume or None)
+    is_restart = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+
+    def load() -> Config:
+        return read_resolved(Path(resolved), state_config(config, overrides), is_restart=is_restart)
+
+    return run_worker(load, run_dir=run_dir, resume=resume or None)
 
 
 @lasting_output()
-def run_worker(
-    config_path: str,
-    overrides: Sequence[str],
-    *,
-    run_dir: str | None,
-    resume: str | bool | None = None,
-) -> int:
+def run_worker(load: Callable[[], Config], *, run_dir: str | None, resume: str | bool | None = None) -> int:
     """Train in this process as the rank that the environment names. Main thread only.
 
     Args:
-        config_path: the config file.
-        overrides: its overrides.
+        load: returns the resolved config.
         run_dir: the run folder that the launcher has chosen; without our launcher, that of ``--run-dir``.
         resume: the checkpoint that the launcher has chosen; without our launcher, whether ``--resume`` was given.
 
@@ -65,7 +64,7 @@ def run_worker(
     thread = threading.get_ident()
     stop.before_hard_end(lambda: write_hard_end(run, thread))
     try:
-        config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
+        config = load()
         run.config, run.grid = config, build_grid(config.parallel)
         code = _train(run, config, partial(choose, config, run_dir=run_dir, resume=bool(resume)))
         files.finish(rank, code)

@@ -13,8 +13,8 @@ import pytest
 from helpers.launching import LAUNCH, environment, finish, launch, rows_of, start, start_slurm_tasks
 
 from colossus.cli.main import main
-from colossus.config import Config, ConfigError, load_config
-from colossus.launch.auto_plan import load_planned
+from colossus.config import Config, ConfigError, load_config, state_config
+from colossus.launch.auto_plan import resolve_planned
 from colossus.planner.candidates import plans
 from colossus.planner.model_layouts import layouts
 from colossus.planner.plan_estimate import PlanEstimate
@@ -74,7 +74,7 @@ def test_what_is_given_stays_and_the_rest_is_asked_for(search: FakeSearch, tmp_p
     path = config_file(
         tmp_path, dict(auto=auto, tensor=dict(mode="2d"), rank_order=["data", "pipeline", "sequence", "tensor"])
     )
-    planned = load_planned(path, ["parallel.zero=1", "schedule.microbatches=1"], 8, hosts=2)
+    planned = resolve_planned(state_config(path, ["parallel.zero=1", "schedule.microbatches=1"]), 8, hosts=2)
     asked = search.asked
     assert asked["keep"] == {"tensor": {"mode": "2d"}, "zero": {"stage": 1}, **auto["keep"]}
     assert (asked["devices"], asked["hosts"], asked["memory"]) == (8, 2, 60e9)
@@ -83,13 +83,12 @@ def test_what_is_given_stays_and_the_rest_is_asked_for(search: FakeSearch, tmp_p
     assert (parallel.pipeline.size, parallel.tensor.mode, parallel.zero.stage, parallel.auto) == (2, "2d", 1, None)
     assert planned.config.schedule.type == "zb-h1"
     assert parallel.rank_order[0] == "data"
-    assert load_config(path, planned.overrides, 8) == planned.config
     assert planned.lines[0].startswith("plan        data ")
     assert planned.lines[1] == "predicted   0.5 s a step, 1.02 KB on the fullest rank; H100 (data sheet)"
 
 
 def test_without_hardware_the_plan_is_for_this_machine(search: FakeSearch, tmp_path: Path) -> None:
-    load_planned(config_file(tmp_path, "auto"), [], 2)
+    resolve_planned(state_config(config_file(tmp_path, "auto")), 2)
     assert search.asked["hardware"] == "a typical CPU (round numbers)"
     assert search.asked["hosts"] == 1
 
@@ -150,7 +149,10 @@ def test_other_uses_of_a_config_want_a_plan() -> None:
 
 def test_a_config_with_a_plan_needs_no_torch(tmp_path: Path) -> None:
     path = config_file(tmp_path, dict(data=2))
-    code = f"import sys; from colossus.launch.auto_plan import load_planned; load_planned({path!r}, [], 2)"
+    code = (
+        "import sys; from colossus.config import state_config; from colossus.launch.auto_plan import resolve_planned; "
+        f"resolve_planned(state_config({path!r}), 2)"
+    )
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import pytest
 from helpers.launching import LAUNCH, TINY, children, finish, launch, rows_of, start, wait_for
 from helpers.ports import free_port
 
-from colossus.config import Config, ConfigError, load_config
+from colossus.config import Config, ConfigError, load_config, resolve_sizes, state_config
 from colossus.config.plans import world_size
 from colossus.launch import command
-from colossus.launch.auto_plan import load_planned
+from colossus.launch.auto_plan import resolve_planned
 from colossus.launch.fitted_plan import fit_plan
 
 
-def config_of(**parallel: Any) -> Config:
+def config_of(changes: Sequence[str] = (), **parallel: Any) -> Config:
     return load_config(
         dict(
             parallel=parallel,
@@ -27,7 +28,8 @@ def config_of(**parallel: Any) -> Config:
             schedule=dict(microbatches=2),
             train=dict(global_batch_size=240),
             launch=dict(min_processes=2),
-        )
+        ),
+        changes,
     )
 
 
@@ -73,8 +75,8 @@ def config_of(**parallel: Any) -> Config:
 )
 def test_data_becomes_smaller_and_the_batch_stays(parallel: dict[str, Any], processes: int, changes: list[str]) -> None:
     config = config_of(**parallel)
-    fitted, changed, message = fit_plan(config, processes)
-    assert changed == changes
+    fitted, message = fit_plan(config, processes)
+    assert resolve_sizes(fitted) == config_of(changes, **parallel)
     assert bool(message) == bool(changes)
     if changes:
         assert world_size(fitted.parallel) == processes
@@ -106,13 +108,13 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 def test_a_plan_that_fits_no_processes_is_refused_as_ever() -> None:
     config = dict(parallel=dict(data=4, expert=3), launch=dict(min_processes=1))
     with pytest.raises(ConfigError, match="expert = 3 is not a divisor of data 4"):
-        load_planned(config, [], 2)  # type: ignore[arg-type]
+        resolve_planned(state_config(config), 2)
 
 
 def test_without_the_key_the_plan_is_the_config_s() -> None:
     config = config_of(data=4)
     config = config.model_copy(update={"launch": config.launch.model_copy(update={"min_processes": None})})
-    assert fit_plan(config, 2) == (config, [], [])
+    assert fit_plan(config, 2) == (config, [])
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -121,11 +123,11 @@ def test_a_job_that_is_started_again_with_fewer_processes_goes_on(
 ) -> None:
     """As SLURM and torchrun start it: the number of processes is what they say."""
     seen: list[Any] = []
-    monkeypatch.setattr(command, "run_worker", lambda path, words, **options: seen.append(words) or 0)
+    monkeypatch.setattr(command, "run_worker", lambda load, **options: seen.append(load()) or 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     assert command.run(str(TINY), ["launch.min_processes=1"]) == 0
-    assert seen == [["launch.min_processes=1", "parallel.data=1", "schedule.microbatches=2"]]
+    assert [(config.parallel.data, config.schedule.microbatches) for config in seen] == [(1, 2)]
     assert "plan        data 1, 2 microbatches: 1 of 2 processes" in capsys.readouterr().out
     assert command.run(str(TINY), []) == 2
     assert "data 2, but 1 process" in capsys.readouterr().err

@@ -56,6 +56,18 @@ def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "failures").exists()
 
 
+def test_a_config_that_differs_between_processes_is_refused_by_name(tmp_path: Path) -> None:
+    """A batch size that a file takes from WORLD_SIZE, which only ranks have."""
+    file = tmp_path / "differs.py"
+    own = "import os\ntrain |= dict(global_batch_size=4 * int(os.environ.get('WORLD_SIZE', '1')))\n"
+    file.write_text(TINY.read_text() + own)
+    command_line = [sys.executable, "-m", "colossus", "launch", str(file), "--run-dir", "run"]
+    code, _, err = finish(start(command_line, tmp_path))
+    assert code == 2
+    assert "the config file does not say the same in each process of the run" in err
+    assert "train.global_batch_size: 8 here, 4 in the launcher" in err
+
+
 def test_overrides_and_a_dollar_sign_reach_the_workers(tmp_path: Path) -> None:
     code, out, _ = launch(tmp_path, "train.steps=1", "name=cost${local_rank}$5")
     assert code == 0

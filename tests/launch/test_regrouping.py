@@ -25,7 +25,7 @@ from helpers.launching import (
 from helpers.ports import free_port
 from helpers.restart_faults import CONFIG, restarts_of
 
-from colossus.config import ConfigError, load_config
+from colossus.config import ConfigError, load_config, state_config
 from colossus.context.grid import build_grid
 from colossus.launch.failures import FailureRecord
 from colossus.launch.node_plans import NodePlans, NodeRange
@@ -117,7 +117,7 @@ def test_a_node_that_is_told_to_end_leaves_and_the_run_goes_on(tmp_path: Path) -
 
 def plans(nodes: tuple[int, int], *overrides: str, nproc: int | None = 1) -> NodePlans:
     keys = ["checkpoint.every=5", "launch.restarts=1", *overrides]
-    return NodePlans(str(TINY), keys, nproc, NodeRange(*nodes), "host:29500")
+    return NodePlans(state_config(TINY, keys), nproc, NodeRange(*nodes), "host:29500")
 
 
 def test_the_most_nodes_for_which_a_plan_fits_are_taken() -> None:

@@ -271,7 +271,7 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
 
     with agent.restored_signals():
         restarts = Restarts(load_config(CONFIG), partial(pytest.fail, "the attempt began"))
-        stopped = agent.run_workers(agent.Job(plan, str(CONFIG), 2), restarts)
+        stopped = agent.run_workers(agent.Job(plan, load_config(CONFIG), (str(CONFIG),), 2), restarts)
     assert (stopped.signum, stopped.late_signum) == (signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -284,7 +284,7 @@ def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert outcome.late_signum == signal.SIGINT
         begin = partial(pytest.fail, "the next attempt began")
-        job = agent.Job(partial(pytest.fail, "a plan was made"), str(CONFIG), 2)
+        job = agent.Job(partial(pytest.fail, "a plan was made"), load_config(CONFIG), (str(CONFIG),), 2)
         stopped = agent.run_workers(job, Restarts(load_config(CONFIG), begin), outcome)
     assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before

@@ -97,7 +97,7 @@ def test_a_rank_whose_launcher_has_gone_while_it_was_loaded_does_not_begin(tmp_p
 
 def test_a_ctrl_c_during_the_imports_of_a_rank_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("import pathlib, time; pathlib.Path('imported').touch(); time.sleep(60)")
-    words = python_words("colossus.launch.worker", "run", "", "config.py")
+    words = python_words("colossus.launch.worker", "run", "", "resolved.json", "config.py")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     rank = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
     while not (tmp_path / "imported").exists():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from colossus.config import Config, ConfigError, load_config
+from colossus.config import Config, ConfigError, load_config, state_config
 from colossus.hardware.data_sheets import FromDataSheet
-from colossus.launch.auto_plan import load_planned
+from colossus.launch.auto_plan import resolve_planned
 from colossus.planner.estimate import Estimator
 from colossus.planner.time_split import block_seconds
 
@@ -70,8 +70,9 @@ def test_a_launch_gets_numbers_of_blocks(tmp_path: Any) -> None:
         f"model = {GPT}\ndata = 'PythonStdlib'\ndevice = 'cpu'\n"
         "parallel = dict(pipeline=dict(size=3, split='time'))\nschedule = dict(microbatches=4)\n"
     )
-    planned = load_planned(str(path), [], 3)
+    planned = resolve_planned(state_config(str(path)), 3)
     counts = planned.config.parallel.pipeline.split
     assert isinstance(counts, tuple)
     assert (len(counts), sum(counts)) == (3, 7)
-    assert load_config(path, planned.overrides, 3) == planned.config
+    stated = [f"parallel.pipeline.split={counts}"]
+    assert load_config(path, stated, 3) == planned.config
