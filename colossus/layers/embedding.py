@@ -24,9 +24,9 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.regions import local, move, require_sequences, sequence_place, unwrap
+from colossus.sharded_tensor.regions import local, require_sequences, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -108,7 +108,7 @@ class Embedding(Layer):
             with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
                 rows = find(ids, self.weight, self.padding_idx)
             rows = rows.to(activation_dtype(self.weight, self.context.precision))
-            return move(rows, self._looked_up, target, self.parallel)
+            return move(rows, self._looked_up, target, self.context)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
         plans = self._move_plans.get((target, ndim))
@@ -243,7 +243,7 @@ class PositionEmbedding(Layer):
             rows = self.weight if positions is not None else self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
         if self.layout.dims[1] != activation.features:
-            rows = redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
+            rows = move(rows, self.layout, Layout(((), activation.features)), self.context)
         if positions is not None:
             plan = MovePlan.of_tokens(self.parallel.regions.whole, activation, 3, self.context)
             own = run(plan.forward, local(positions)).wait()

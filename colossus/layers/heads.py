@@ -17,7 +17,8 @@ from colossus.layers.linear import MatmulLayer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.sharded_tensor.regions import move, unwrap
+from colossus.layout.redistribute import move
+from colossus.sharded_tensor.regions import unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans
@@ -115,7 +116,7 @@ class ReplicatedKV(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         local, placement = unwrap(x, self.parallel)
         try:
-            moved = move(to_product_dtype(local), placement.activation, self.x_layout, self.parallel)
+            moved = move(to_product_dtype(local), placement.activation, self.x_layout, self.parallel.context)
             marked = wrap(moved, placement.moved(self.x_layout, moved.dim()))
             return tuple(getattr(self, name)(marked) for name in self.outputs)
         except (ValueError, RuntimeError) as error:

@@ -21,9 +21,10 @@ from colossus.layers.norm import RMSNorm
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.layout.redistribute import move
 from colossus.sequence_parallel.mask import CAUSAL, Mask
 from colossus.sharded_tensor.placement import placement_of
-from colossus.sharded_tensor.regions import move, require_sequences, unwrap
+from colossus.sharded_tensor.regions import require_sequences, unwrap
 from colossus.sharded_tensor.tensor import plain, wrap
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -157,7 +158,7 @@ class LatentAttention(HeadAttention):
         local, placement = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
         target = replace(inner, features=(), grad_partial=inner.features)
-        return move(local, placement.activation, target, self.parallel).unsqueeze(-3)
+        return move(local, placement.activation, target, self.context).unsqueeze(-3)
 
     def _stored(self, cache: KeyValueCache, latent: Tensor, key: Tensor) -> Tensor:
         """Return latents and rotary keys of all tokens, [batch, 1, tokens, kv_rank + rope_dim], new ones included."""

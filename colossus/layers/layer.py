@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layout.activation import Activation, gradient_axes
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
-from colossus.sharded_tensor.regions import move, to_whole, unwrap
-from colossus.sharded_tensor.tensor import ShardedTensor, wrap
+from colossus.sharded_tensor.regions import moved, to_whole
+from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -250,18 +250,11 @@ def call(
         out = child(to_whole(x), **{key: value for key, value in more.items() if value is not None})
     return_layout = x.placement.return_layout if isinstance(x, ShardedTensor) else parallel.regions.whole
 
-    def moved(out: Tensor) -> Tensor:
-        local, placement = unwrap(out, parallel)
-        reached = target or return_layout
-        if placement.activation == reached and placement.return_layout == return_layout:
-            return out
-        local = move(local, placement.activation, reached, parallel)
-        return wrap(local, replace(placement, return_layout=return_layout).moved(reached, local.dim()))
-
+    back = partial(moved, target=target or return_layout, parallel=parallel, return_layout=return_layout)
     if outputs is None and isinstance(out, Tensor):
-        return moved(out)
+        return back(out)
     if outputs is not None and isinstance(out, tuple | list) and len(out) == outputs:
-        return tuple(map(moved, out))
+        return tuple(map(back, out))
     shape = f" of shape {tuple(out.shape)}" if isinstance(out, Tensor) else ""
     wanted = f"{outputs} tensors, as the fused Linear that it replaces does" if outputs else "one tensor"
     raise located_error(f"a {type(child).__name__} returned a {type(out).__name__}{shape}; it must return {wanted}")

@@ -15,7 +15,8 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
-from colossus.sharded_tensor.regions import move, unwrap
+from colossus.layout.redistribute import move
+from colossus.sharded_tensor.regions import unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
@@ -167,7 +168,7 @@ class Linear(MatmulLayer):
         # over features, several outputs are moved one by one after the matmul
         reached = self.sharding.y if self.sharding.y.features != target.features else target
         y = self.multiply(x, self.bias, source, reached)
-        return tuple(move(output, reached, target, self.parallel) for output in self._outputs(y))
+        return tuple(move(output, reached, target, self.context) for output in self._outputs(y))
 
     def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
         rows = [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else rows
@@ -200,7 +201,7 @@ class SharedInput:
         """Return ``local``, the rank's part of x, in the layout of the product, for all linears of one input."""
         assert linear.sharding is not None
         if self._moved is None or self._x is not x or self._version != x._version:
-            self._moved = move(to_product_dtype(local), source, linear.sharding.x, linear.parallel)
+            self._moved = move(to_product_dtype(local), source, linear.sharding.x, linear.parallel.context)
             self._x, self._version, self._num_left = x, x._version, self._num_linears
         moved = self._moved
         self._num_left -= 1

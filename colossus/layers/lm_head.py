@@ -17,8 +17,8 @@ from colossus.layers.linear import MatmulLayer
 from colossus.layers.token_values import ChunkedLogits, InChunks, Logits, LogitsLayout, TokenFunction, split_logits
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.regions import move, to_whole, unwrap
+from colossus.layout.redistribute import move
+from colossus.sharded_tensor.regions import to_whole, unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, product
@@ -119,7 +119,7 @@ class LMHead(MatmulLayer):
             plans = MatmulPlans(STAYS, STAYS, STAYS, (), self.parallel.weights, keep=True, adds_bias=True)
             return HeadProduct(to_product_dtype(local), self.weight, self.bias, plans, layout, cap, chunk)
         self.require_batch(local)
-        x = move(to_product_dtype(local), placement.activation, sharding.x, self.parallel)
+        x = move(to_product_dtype(local), placement.activation, sharding.x, self.context)
         plans = self.plans_of(sharding.x, inner, ndim)
         stored, gathered = (self.context.size(w.dims[0]) for w in (sharding.weight, sharding.gathered_weight))
         width = -(-self.vocab_size // stored) * stored // gathered
@@ -132,7 +132,7 @@ class LMHead(MatmulLayer):
         target = Layout(self.sharding.gathered_weight.dims[:1])
         gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in target.shard_axes)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
-            return redistribute(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
+            return move(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
 
     def extra_repr(self) -> str:
         where = f", weight {self.sharding.weight}" if self.sharding else ""

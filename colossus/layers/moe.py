@@ -24,8 +24,9 @@ from colossus.layers.router import Router, count_choices
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.redistribute import move
 from colossus.registry import MLPS
-from colossus.sharded_tensor.regions import move, unwrap
+from colossus.sharded_tensor.regions import unwrap
 from colossus.sharded_tensor.tensor import wrap
 
 
@@ -93,16 +94,16 @@ class MoE(Layer):
         whole, split = self.parallel.regions.whole, self.experts.split_axes
         # ranks that share a token's experts have its activations whole, and addends of its gradient and of its output
         inside, target = replace(whole, grad_partial=split), placement.return_layout
-        tokens = move(local, placement.activation, whole, self.parallel)
+        tokens = move(local, placement.activation, whole, self.context)
         flat = tokens.reshape(-1, tokens.shape[-1])
         weights, experts = self.router(flat)
-        weights, flat = move(weights, whole, inside, self.parallel), move(flat, whole, inside, self.parallel)
+        weights, flat = move(weights, whole, inside, self.context), move(flat, whole, inside, self.context)
         self.experts.note_collectives(self.experts.group)
         y = mix(
             flat, weights, experts, self.num_experts, self.experts.group, self.experts, drops=self.capacity is not None
         )
         y = y.view(tokens.shape)
-        y = wrap(move(y, replace(whole, partial=split), target, self.parallel), placement.moved(target, y.dim()))
+        y = wrap(move(y, replace(whole, partial=split), target, self.context), placement.moved(target, y.dim()))
         return y if self.shared is None else y + call(self.shared, x, self.parallel)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from colossus.layers.linear import Linear
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.regions import require_sequences, unwrap
 from colossus.sharded_tensor.tensor import mark, wrap
@@ -118,6 +118,6 @@ class ClassToken(Layer):
         self.record_use_between_blocks(x, activation, self.layout.dims[0])
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is its local shard here
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
-            token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
+            token = move(token, self.layout, Layout((activation.features,)), self.context)
             y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
         return wrap(y, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,15 +11,20 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext
+from colossus.layout.activation import Activation
 from colossus.layout.layout import Intervals, Layout
 from colossus.layout.moves import moves
 
+L = TypeVar("L", Layout, Activation)
 
-def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelContext) -> Tensor:
+
+def move(x: Tensor, source: L, target: L, context: ParallelContext) -> Tensor:
     """Return ``x`` moved from one layout to another; differentiable, the gradient makes the conjugate moves.
 
     Args:
         x: on each rank its box under ``source``, without padding. Every dim that a move splits or gathers must divide.
+        source, target: layouts of the dims, in which axes of one rank may be, or of the roles of an activation, in
+            which they may not.
 
     Returns:
         On each rank its box under ``target``.
@@ -26,9 +32,14 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
     Raises:
         ValueError: there is no way between the layouts (see `moves`), or a dim does not divide.
     """
-    sizes = context.grid.sizes
-    for move in moves(source.drop_trivial_axes(sizes), target.drop_trivial_axes(sizes)):
-        x = conjugate(x, move.forward, move.backward, context.group(move.axes), move.dim, move.to_dim)
+    if source == target:
+        return x
+    if isinstance(source, Activation) and isinstance(target, Activation):
+        steps = moves(source.at(x.dim()), target.at(x.dim()))
+    else:
+        steps = moves(*(layout.drop_trivial_axes(context.grid.sizes) for layout in (source, target)))
+    for step in steps:
+        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
     return x
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.tensor_parallel.mode import Regions
 
@@ -275,7 +275,7 @@ def part_of_whole(x: Tensor, dims: Mapping[str, int], placement: Placement, *, o
                 broadcast += axes
         return Layout(tuple(split), (), broadcast)
 
-    return redistribute(x, layout(False), layout(True), context)
+    return move(x, layout(False), layout(True), context)
 
 
 def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRegions) -> Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
 from colossus.layout.activation import Activation
-from colossus.layout.moves import moves
+from colossus.layout.redistribute import move
 from colossus.sharded_tensor.placement import HasRegions, Place, Placement
-from colossus.sharded_tensor.tensor import ShardedTensor, mark, plain
+from colossus.sharded_tensor.tensor import ShardedTensor, mark, plain, wrap
 from colossus.sharded_tensor.token_collectives import gather_tokens, select_own_tokens
 
 
@@ -67,35 +66,28 @@ def to_whole(x: Tensor) -> Tensor:
     return moved(x, x.placement.parallel.regions.whole)
 
 
-def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
-    """Move an activation to the layout ``target``, which becomes its return layout.
+def moved(
+    x: Tensor, target: Activation, parallel: HasRegions | None = None, *, return_layout: Activation | None = None
+) -> Tensor:
+    """Move an activation to the layout ``target``.
 
     Args:
         parallel: of the model, for a plain tensor, which does not know it.
+        return_layout: its return layout then; None: ``target``.
     """
-    if isinstance(x, ShardedTensor):
+    if parallel is None:
+        assert isinstance(x, ShardedTensor)
         parallel = x.placement.parallel
-    assert parallel is not None
+    return_layout = return_layout or target
     part, placement = unwrap(x, parallel)
-    if placement.activation == target == placement.return_layout:
+    if placement.activation == target and placement.return_layout == return_layout:
         return x
     num_features = placement.num_features
-    out = move(part, placement.activation, target, parallel)
+    out = move(part, placement.activation, target, parallel.context)
     if num_features is not None and not target.features:
         out, num_features = out[..., :num_features], None
     sequence = placement.place("sequence")
-    placed = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
-    return mark(out, placed) if placed.places else out
-
-
-def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
-    """Move a plain local tensor between two activation layouts, with the conjugate moves for its gradient."""
-    if source == target:
-        return x
-    context = parallel.context
-    for step in moves(source.at(x.dim()), target.at(x.dim())):
-        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
-    return x
+    return wrap(out, Placement.standard(parallel, target, return_layout, out.dim(), sequence, num_features))
 
 
 def require_sequences(x: Tensor) -> None:

@@ -16,10 +16,10 @@ from colossus.layers.layer import Layer
 from colossus.layers.lookup import distinct_rows, look_up
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 from colossus.rows.row_gradient import row_source
 from colossus.sharded_tensor.placement import Place
-from colossus.sharded_tensor.regions import local, move, sequence_place, with_sequence
+from colossus.sharded_tensor.regions import local, sequence_place, with_sequence
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 
 BagMode = Literal["sum", "mean", "max"]
@@ -99,7 +99,7 @@ class EmbeddingBag(Layer):
         if per_sample_weights is not None:
             per_sample_weights, source = local(per_sample_weights), Layout.whole(per_sample_weights.dim())
             partial = Layout(source.dims, grad_partial=self.looked_up.features)
-            per_sample_weights = redistribute(per_sample_weights, source, partial, self.context)
+            per_sample_weights = move(per_sample_weights, source, partial, self.context)
         y = embedding_bag(
             ids,
             self.weight,
@@ -110,7 +110,7 @@ class EmbeddingBag(Layer):
             title=self.title,
         )
         y = y.to(activation_dtype(self.weight, self.context.precision))
-        y = move(y, self.looked_up, user, self.parallel)
+        y = move(y, self.looked_up, user, self.context)
         return with_sequence(y, place, self.parallel)
 
     def extra_repr(self) -> str:

@@ -24,9 +24,9 @@ from colossus.layers.layer import Layer
 from colossus.layers.lookup import read_rows, row_of_each
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 from colossus.rows.row_gradient import row_source
-from colossus.sharded_tensor.regions import local, move, unwrap
+from colossus.sharded_tensor.regions import local, unwrap
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product
 
@@ -149,7 +149,7 @@ class SampledSoftmax(Layer):
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x, placement = unwrap(x, self.parallel)
         labels = local(labels).long()
-        x = move(x, placement.activation, self.looked_up, self.parallel)
+        x = move(x, placement.activation, self.looked_up, self.context)
         if labels.shape != x.shape[:-1]:
             raise located_error(
                 f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank"
@@ -220,7 +220,7 @@ class SampledSoftmax(Layer):
         """Sum the products [t, n] of this rank's features over the ranks of all features."""
         whole = Layout.whole(2)
         features = Layout(whole.dims, partial=self.looked_up.features)
-        return redistribute(products, features, whole, self.context)
+        return move(products, features, whole, self.context)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.num_classes}, num_samples={self.num_samples}, bias={self.bias is not None}"

@@ -18,7 +18,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.layout.redistribute import redistribute
+from colossus.layout.redistribute import move
 
 
 def all_layouts(axes: tuple[str, ...], ndim: int) -> list[Layout]:
@@ -143,7 +143,7 @@ def _redistribute_all(context: ParallelContext) -> list[tuple[Tensor, Tensor]]:
     for seed, (source, target) in enumerate(SAMPLE):
         parts, gradients, _, _ = _prepare(seed, source, target)
         local = parts[context.rank].clone().requires_grad_()
-        moved = redistribute(local, source, target, context)
+        moved = move(local, source, target, context)
         moved.backward(gradients[context.rank])
         assert local.grad is not None
         out.append((moved.detach(), local.grad))
@@ -170,7 +170,7 @@ def test_redistribute_on_real_ranks() -> None:
 
 def _indivisible(context: ParallelContext) -> str:
     try:
-        redistribute(torch.zeros(3, 4), Layout.whole(2), Layout((("a",), ())), context)
+        move(torch.zeros(3, 4), Layout.whole(2), Layout((("a",), ())), context)
     except ValueError as error:
         return str(error)
     return ""
@@ -180,7 +180,7 @@ def test_a_dim_that_does_not_divide() -> None:
     said = "dim 0 of a tensor of shape (3, 4) has 3 elements, which do not divide over the 2 ranks of axis a. "
     for words in run_ranks(4, _indivisible, plan=GRID):
         assert words.startswith(said + "Pad it or choose sizes so that it has 2 or 4; ")
-        assert ": redistribute(torch.zeros(3, 4)" in words.splitlines()[-1]
+        assert ": move(torch.zeros(3, 4)" in words.splitlines()[-1]
 
 
 # -- words ----------------------------------------------------------------------------------------------------
