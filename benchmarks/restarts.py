@@ -13,7 +13,6 @@ without. The save is begun behind the first step, and waited for at the end of t
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -29,8 +28,8 @@ from benchmarks.common import Spread
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
 from colossus.config import load_config
+from colossus.launch import attempt_log
 from colossus.launch.memory_folder import open_memory_folder
-from colossus.launch.restarts import ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = Path(__file__).with_name("restarted_run.py")
@@ -79,12 +78,12 @@ def restart(hidden: int, saves: str, death: int) -> dict[str, float]:
             "PYTHONPATH": paths,
         }
         done = subprocess.run(words, cwd=folder, env=environ | variables, capture_output=True, text=True)
-        rows = (out / ROWS).read_text().splitlines() if (out / ROWS).exists() else []
-        if done.returncode or len(rows) != 1:
+        attempts = attempt_log.read(out)
+        if done.returncode or len(attempts) != 2:
             raise RuntimeError(
-                f"{saves}: exit code {done.returncode}, {len(rows)} restarts\n{done.stdout}{done.stderr}"
+                f"{saves}: exit code {done.returncode}, {len(attempts)} attempts\n{done.stdout}{done.stderr}"
             )
-        return parts_of(restart_moments.read(moments)) | {"redone": json.loads(rows[0])["steps_redone"]}
+        return parts_of(restart_moments.read(moments)) | {"redone": attempts[1]["steps_redone"]}
 
 
 def parts_of(moments: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The agent of a node, which starts the node's ranks and servers, waits for their end, or ends them.
+"""The agent of a node: it starts the node's ranks and servers, waits for their end or ends them, attempt by attempt.
 
 After a stop signal a rank ends itself at the end of its grace period (`stop.StopSignals`). The launcher only watches
 its heartbeats.
@@ -6,7 +6,6 @@ its heartbeats.
 
 from __future__ import annotations
 
-import itertools
 import signal
 import socket
 import time
@@ -20,15 +19,21 @@ from torch.distributed import TCPStore
 from colossus import machine
 from colossus.config import Config, ConfigError
 from colossus.config.resolved import write_resolved
-from colossus.launch import failures, run_folder
+from colossus.context.grid import build_grid
+from colossus.launch import run_folder
+from colossus.launch.attempts import Attempts
 from colossus.launch.auto_plan import Planned
+from colossus.launch.decide import Stop, decide
+from colossus.launch.ends import STOP_SIGNALS, AttemptEnd
+from colossus.launch.lasting_output import lasting_output
+from colossus.launch.memory_folder import open_memory_folder
 from colossus.launch.nodes import Nodes
-from colossus.launch.outcome import Outcome
 from colossus.launch.rank_processes import RankProcesses, note_stop_signals, on_stop_signals, start_process
 from colossus.launch.rendezvous import Rendezvous
-from colossus.launch.restarts import Restarts
+from colossus.launch.report import report, unsaved_step
+from colossus.launch.resume import RunStart
 from colossus.launch.servers import Servers, num_servers
-from colossus.launch.stop import STOP_SIGNALS, RankFiles, made_rank_files
+from colossus.launch.stop import RankFiles, made_rank_files
 
 #: the time from the first failed rank to the stop signal: the culprit may still write its record when a victim ends
 RECORD_SECONDS = 0.5
@@ -56,32 +61,66 @@ class Job(NamedTuple):
     rendezvous: Rendezvous | None = None
 
 
-def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> Outcome:
+@lasting_output()
+def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int:
+    """Run this node's workers until they have finished, or have failed for the last time; report on each attempt.
+
+    Args:
+        job: the work of this node.
+        config: the resolved config for the largest number of nodes.
+        begin: makes and locks the run folder, and returns the checkpoint from which the run resumes. Called on the
+            first node.
+
+    Returns:
+        The exit code of the last attempt.
+
+    Raises:
+        RuntimeError: see `run_workers`.
+        ConfigError: see `run_workers`.
+    """
+    attempts, limits, end = Attempts(begin), config.launch.restarts, None
+    with restored_signals(), open_memory_folder(config):
+        try:
+            while True:
+                end = run_workers(job, attempts, end)
+                decision = decide(end, attempts.history, limits, time.time())
+                decision = attempts.record(end, decision)
+                plan = end.config or config
+                report(end, decision, plan, build_grid(plan.parallel), limits.max if limits is not None else 0)
+                if isinstance(decision, Stop):
+                    return decision.code
+        finally:
+            if job.rendezvous is not None and not (end is not None and end.leaves):
+                job.rendezvous.close()
+            attempts.close()
+
+
+def run_workers(job: Job, attempts: Attempts, before: AttemptEnd | None = None) -> AttemptEnd:
     """Start this node's workers and wait until all have ended. Called inside `restored_signals`.
 
     Args:
         job: the work of this node.
-        restarts: the beginning of the attempt, and its number.
-        before: the outcome of the previous attempt.
+        attempts: the beginning of the attempt, and its number.
+        before: the end of the previous attempt.
 
     Raises:
         RuntimeError: the nodes do not come together in time (elastic's RendezvousError).
         ConfigError: on all nodes, where the run folder cannot be used.
     """
-    outcome = Outcome(folder=restarts.folder)
+    end = AttemptEnd(folder=attempts.folder)
     with made_rank_files() as files:
         try:
-            _let_signals_raise(outcome)
+            _let_signals_raise(end)
             if before is not None and before.late_signum is not None:
                 raise _Stopped(before.late_signum)
-            agent = _Agent(job, restarts, outcome, files)
+            agent = _Agent(job, attempts, end, files)
             try:
                 agent.run(before.node if before is not None else None)
             finally:
                 agent.conclude()
         except _Stopped as stop:
-            outcome.signum = stop.signum
-    return outcome
+            end.signum = stop.signum
+    return end
 
 
 class _Stopped(Exception):
@@ -103,23 +142,23 @@ def restored_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _let_signals_raise(outcome: Outcome) -> None:
-    """Let the first stop signal raise `_Stopped`, and another one be noted in the outcome.
+def _let_signals_raise(end: AttemptEnd) -> None:
+    """Let the first stop signal raise `_Stopped`, and another one be noted in the attempt's end.
 
     A signal that is ignored (under nohup, say) stays so.
     """
 
     def stop(signum: int, frame: object) -> None:
-        note_stop_signals(outcome)
+        note_stop_signals(end)
         raise _Stopped(signum)
 
     on_stop_signals(stop)
 
 
 class _Agent:
-    def __init__(self, job: Job, restarts: Restarts, outcome: Outcome, files: RankFiles) -> None:
-        self._job, self._restarts, self._outcome = job, restarts, outcome
-        self._processes, self._files = RankProcesses(outcome, files), files.folder
+    def __init__(self, job: Job, attempts: Attempts, end: AttemptEnd, files: RankFiles) -> None:
+        self._job, self._attempts, self._end = job, attempts, end
+        self._processes = RankProcesses(end, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
         self._looked = time.monotonic()
@@ -130,7 +169,7 @@ class _Agent:
         Args:
             before: the number of this node in the previous attempt, or None.
         """
-        outcome = self._outcome
+        end = self._end
         try:
             self._start(before)
             while not self._is_over():
@@ -140,27 +179,27 @@ class _Agent:
                 self._processes.note_exits()
                 time.sleep(0.02)
         except _Stopped as stop:
-            outcome.signum = stop.signum
+            end.signum = stop.signum
             rendezvous = self._job.rendezvous
-            outcome.leaves = rendezvous is not None and rendezvous.can_leave and stop.signum == signal.SIGTERM
-        signum = outcome.signum or signal.SIGTERM
+            end.leaves = rendezvous is not None and rendezvous.can_leave and stop.signum == signal.SIGTERM
+        signum = end.signum or signal.SIGTERM
         self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 
     def _start(self, before: int | None) -> None:
-        job, outcome = self._job, self._outcome
+        job, end = self._job, self._end
         if job.rendezvous is not None:
             self._nodes = Nodes(job.rendezvous, before)
-            outcome.node = self._nodes.node
+            end.node = self._nodes.node
         (config, lines), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
         ranks = range(job.local_ranks) if self._nodes is None else self._nodes.share(num_nodes, job.local_ranks)
-        outcome.config, outcome.is_spare = config, not ranks
+        end.config, end.is_spare = config, not ranks
         folder, resume, address, port = self._agree()
-        outcome.folder = folder
-        if lines and outcome.node in (None, 0):
+        end.folder = folder
+        if lines and end.node in (None, 0):
             print("\n".join(lines), flush=True)
         if number := num_servers(config, num_nodes):
             self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
-        resolved = folder / (run_folder.RESOLVED if not outcome.node else f"node-{outcome.node}-{run_folder.RESOLVED}")
+        resolved = folder / (run_folder.RESOLVED if not end.node else f"node-{end.node}-{run_folder.RESOLVED}")
         if ranks:
             write_resolved(resolved, config, job.stated)
         words = (str(folder), resume or "", str(resolved), *job.words)
@@ -170,7 +209,7 @@ class _Agent:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "colossus",
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.number),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempts.number),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         for local, rank in enumerate(ranks):
@@ -191,17 +230,18 @@ class _Agent:
                 )
             self._store = _open_store(host, only_here=self._nodes is None)
             try:
-                start = self._restarts.begin()
+                start = self._attempts.begin()
             except ConfigError as error:
                 return "", None, [host, self._store.port], None, error.problems
             folder = str(start.folder if self._nodes is None else start.folder.resolve())
-            return folder, start.resume, [host, self._store.port], self._restarts.history(), []
+            return folder, start.resume, [host, self._store.port], self._attempts.shared(), []
 
         agreed = begin() if self._nodes is None else self._nodes.from_first("begin", begin)
         folder, resume, (address, port), history, problems = agreed
         if problems:
             raise ConfigError(problems)
-        self._restarts.receive_history(Path(folder), history)
+        if self._nodes is not None:
+            self._attempts.receive(Path(folder), history)
         return Path(folder), resume, address, port
 
     def _is_over(self) -> bool:
@@ -209,9 +249,9 @@ class _Agent:
         self._processes.note_exits()
         if self._others_have_failed() or self._newcomers_wait():  # first, since it may be why ranks here have ended
             return True
-        if self._nodes is not None and self._outcome.is_spare:
+        if self._nodes is not None and self._end.is_spare:
             return self._nodes.has_ended
-        return not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values())
+        return not self._processes.running() or not all(end.is_good for end in self._end.ranks.values())
 
     def _newcomers_wait(self) -> bool:
         """Return whether all ranks must be stopped, since new nodes can take part; only the first node looks."""
@@ -220,31 +260,30 @@ class _Agent:
             return False
         self._looked = now
         if newcomers := nodes.num_newcomers():
-            self._outcome.regroups = self._job.plan(nodes.num_present + newcomers)[1] > nodes.num_nodes
-        return self._outcome.regroups
+            self._end.regroups = self._job.plan(nodes.num_present + newcomers)[1] > nodes.num_nodes
+        return self._end.regroups
 
     def _others_have_failed(self, *, but_stops: bool = False) -> bool:
         """Return whether a server of this node has died, or another node is in trouble."""
-        self._outcome.server = self._outcome.server or self._servers.failure()
-        if self._outcome.server is not None:
+        self._end.server = self._end.server or self._servers.failure()
+        if self._end.server is not None:
             return True
         return self._nodes is not None and self._nodes.has_trouble(but_stops=but_stops)
 
     def conclude(self) -> None:
         """Report the end of this node's ranks to the other nodes, and receive theirs. The store's node leaves last."""
-        nodes, outcome = self._nodes, self._outcome
-        folders = [] if outcome.folder is None else [self._files, outcome.folder]
-        records = itertools.chain.from_iterable(map(failures.read_all, folders))
-        outcome.records = [record for record in records if record.rank in outcome.exits]
+        nodes, end = self._nodes, self._end
         if nodes is not None:
             try:
-                nodes.conclude(outcome)
+                nodes.conclude(end)
             except _Stopped as stop:
-                outcome.signum = stop.signum
-                nodes.conclude(outcome)
-            outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
+                end.signum = stop.signum
+                nodes.conclude(end)
+            end.gone, end.others = nodes.gone(), dict(nodes.ends)
             nodes.close()
-        note_stop_signals(outcome)
+        note_stop_signals(end)
+        if end.config is not None and end.folder is not None:
+            end.unsaved_step = unsaved_step(end.config, end.folder, end.started)
         self._servers.close()
 
 

@@ -1,51 +1,87 @@
-"""A run as a sequence of attempts: another one follows a failure, or nodes that have joined."""
+"""The attempts of a run in its launcher: their history, the folders that they use, and their record. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
 
-from colossus.config import Config
-from colossus.context.grid import build_grid
-from colossus.launch.agent import Job, restored_signals, run_workers
-from colossus.launch.lasting_output import lasting_output
-from colossus.launch.memory_folder import open_memory_folder
-from colossus.launch.outcome import Outcome
-from colossus.launch.report import report
-from colossus.launch.restarts import Restarts
+from colossus.config import ConfigError
+from colossus.launch import attempt_log, run_folder
+from colossus.launch.decide import FAILED, PastAttempt, Restart, Stop
+from colossus.launch.ends import AttemptEnd
+from colossus.launch.recordings import remove_recordings
+from colossus.launch.report import cause_of
 from colossus.launch.resume import RunStart
 
 
-@lasting_output()
-def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int:
-    """Run this node's workers until they have finished, or have failed for the last time; report on each attempt.
+class Attempts:
+    """The attempts of one launch, in its launcher.
+
+    All nodes have the history of the first one, since another may take its place.
 
     Args:
-        job: the work of this node.
-        config: the resolved config for the largest number of nodes.
-        begin: makes and locks the run folder, and returns the checkpoint from which the run resumes. Called on the
-            first node.
+        begin: makes and locks the run folder for the first attempt.
 
-    Returns:
-        The exit code of the last attempt.
-
-    Raises:
-        RuntimeError: see `run_workers`.
-        ConfigError: see `run_workers`.
+    Attributes:
+        folder: the run folder; None before this node has it.
+        history: the attempts that have ended.
     """
-    restarts = Restarts(config, begin)
-    outcome: Outcome | None = None
-    with restored_signals(), open_memory_folder(config):
-        try:
-            while True:
-                outcome = run_workers(job, restarts, outcome)
-                if outcome.is_regrouped:
-                    restarts.regroup(outcome)
-                else:
-                    plan = outcome.config or config
-                    code = report(outcome, plan, build_grid(plan.parallel))
-                    if not restarts.follow(outcome, code):
-                        return code
-        finally:
-            if job.rendezvous is not None and not (outcome is not None and outcome.leaves):
-                job.rendezvous.close()
-            restarts.close()
+
+    def __init__(self, begin: Callable[[], RunStart]) -> None:
+        self.folder: Path | None = None
+        self.history: list[PastAttempt] = []
+        self._begin = begin
+        self._resume: str | None = None
+        self._locks: Sequence[TextIO] = ()
+        #: the row of the end of the attempt before, of which the first node of that attempt may have left none
+        self._last_row: dict[str, Any] = {}
+
+    @property
+    def number(self) -> int:
+        """The number of the next attempt, or of the one that runs."""
+        return len(self.history)
+
+    def begin(self) -> RunStart:
+        """Return the start of the next attempt, on the first node; the folders stay locked until `close`."""
+        if self.folder is None:
+            self.folder, self._resume, self._locks = self._begin()
+        elif not self._locks:
+            # the node with the lock has gone; a network file system may keep that lock for minutes
+            with suppress(ConfigError):
+                self._locks = (run_folder.take(self.folder, None),)
+        if self._last_row and "ended" not in attempt_log.read(self.folder).get(self.number - 1, {}):
+            attempt_log.append(self.folder, self.number - 1, **self._last_row)
+        remove_recordings(self.folder)
+        attempt_log.append(self.folder, self.number, began=time.time())
+        return RunStart(self.folder, self._resume, tuple(self._locks))
+
+    def shared(self) -> Any:
+        """Return what other nodes must know, as `receive` takes it."""
+        return self.history, self._resume
+
+    def receive(self, folder: Path, shared: Any) -> None:
+        """Take over the folder and the history of the first node."""
+        self.folder, (history, self._resume) = folder, shared
+        self.history = [PastAttempt(ended, counts, error and tuple(error)) for ended, counts, error in history]
+
+    def record(self, end: AttemptEnd, decision: Restart | Stop) -> Restart | Stop:
+        """Record the end of an attempt; return the decision, or a stop where an order to go back cannot be written."""
+        if end.folder is None:
+            return decision
+        now, ranks = time.time(), [rank.facts() for rank in end.failed]
+        self._last_row = {"ended": now, "cause": cause_of(end, decision), "ranks": ranks, **asdict(decision)}
+        is_written = end.node not in (None, 0) or attempt_log.append(end.folder, self.number, **self._last_row)
+        if isinstance(decision, Restart):
+            if decision.rollback is not None and not is_written:
+                return Stop(FAILED, f"the order to go back cannot be written to {end.folder / attempt_log.ROWS}")
+            self.history.append(PastAttempt(now, decision.count > 0, decision.error))
+        return decision
+
+    def close(self) -> None:
+        """Release the locks; the run is over."""
+        for lock in self._locks:
+            lock.close()

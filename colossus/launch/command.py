@@ -22,8 +22,8 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import resolve_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_model, check_required, describe_device
+from colossus.launch.decide import DONE, FAILED, USAGE
 from colossus.launch.node_plans import NodePlans, NodeRange
-from colossus.launch.report import DONE, FAILED, USAGE
 from colossus.launch.restart_checks import check_restart_keys
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
@@ -95,8 +95,7 @@ def run(
     _prepare_environment(local_ranks, nodes.max_nodes)
     try:
         # torch's elastic is imported here, since errors in the config do not need it
-        from colossus.launch.agent import Job
-        from colossus.launch.attempts import run_attempts
+        from colossus.launch.agent import Job, run_attempts
         from colossus.launch.rendezvous import Rendezvous
 
         begin = origin.take if origin is not None else lambda: find_origin().take()

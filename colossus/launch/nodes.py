@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from colossus import machine
 from colossus.arithmetic import named_ranks
-from colossus.launch.outcome import NodeEnd
+from colossus.launch.ends import NodeEnd
 from colossus.launch.rendezvous import Rendezvous
 from colossus.launch.stop import GRACE_SECONDS
 
@@ -125,9 +125,9 @@ class Nodes:
         ends = [end for end in tuple(self.ends.values()) if not (but_stops and end.signum is not None)]
         return any(not end.is_good for end in ends) or bool(self.gone())
 
-    def gone(self) -> list[str]:
-        """Return, as text, the nodes that are silent and have not reported their end."""
-        return [self._describe(other) for other in self._others if self._is_silent(other)]
+    def gone(self) -> dict[int, str]:
+        """Return, with a text on each, the nodes that are silent and have not reported their end."""
+        return {other: self._describe(other) for other in self._others if self._is_silent(other)}
 
     def _describe(self, node: int) -> str:
         ranks = self._ranks_of(node)

@@ -1,28 +1,37 @@
-"""The failure record of a rank, whatever ends it: an exception, a stop that it does not answer, or NCCL."""
+"""The end of a rank as it writes it down, whatever ends it: an exception, a stop that it does not answer, or NCCL."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.config import Config
+from colossus.comm.peer_gone import causes, is_of_a_peer
+from colossus.config import Config, ConfigError
 from colossus.context.grid import RankGrid
-from colossus.launch import failures, report
+from colossus.launch import attempt_log, report
 from colossus.launch.advice import advise
-from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import rank_causes
-from colossus.launch.stop import RankFiles, StopSignals, exit_code
+from colossus.launch.decide import FAILED, USAGE
+from colossus.launch.ends import Kind, RankEnd, exit_code
+from colossus.launch.recordings import recording_of
+from colossus.launch.stop import RankFiles, StopSignals
 
 #: the interval at which NCCL's watchdogs are asked
 LOOK_SECONDS = 0.5
+
+#: folders of code around a run, whose frames say nothing about a failure
+_MACHINERY = tuple(
+    str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
+)
 
 #: the time in which the main thread may itself report an error of NCCL, of which it knows more
 _MAIN_THREAD_SECONDS = 2.0
@@ -42,7 +51,6 @@ class RankRun:
         step: the running step, from 1; None before the first.
         resume: the checkpoint that the ranks load.
         locks: files whose locks must live as long as this object.
-        has_lock: whether this process, as the first rank, has locked the run folder.
         flush_metrics: writes pending metrics whose numbers are there.
         has_failed: whether the main thread is writing its record.
     """
@@ -56,7 +64,6 @@ class RankRun:
     step: int | None = None
     resume: str | None = None
     locks: tuple[TextIO, ...] = ()
-    has_lock: bool = False
     flush_metrics: Callable[[], None] = lambda: None
     has_failed: bool = False
 
@@ -71,15 +78,59 @@ class RankRun:
         }
 
 
+# -- records --------------------------------------------------------------------------------------------------
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Return the kind of an error: ``communication`` where another rank has gone, by its type or that of a cause."""
+    if isinstance(error, ConfigError):
+        return "config"
+    return "communication" if is_of_a_peer(error) else "error"
+
+
+def messages_of(error: BaseException) -> list[str]:
+    """Return the messages of an error and its causes."""
+    return [f"{type(cause).__name__}: {cause}" for cause in causes(error)]
+
+
+def of_exception(error: BaseException, rank: int, **details: Any) -> RankEnd:
+    """Return the record of an exception, without our own outermost frames; ``details`` are further fields."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+            break
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    rollback = getattr(error, "rollback", None)
+    return _end(rank, kind_of(error), type(error).__name__, str(error), text, rollback=rollback, **details)
+
+
+def _end(rank: int, kind: Kind, name: str, message: str, text: str, **details: Any) -> RankEnd:
+    facts: dict[str, Any] = {"host": socket.gethostname(), "time": time.time()} | details
+    return RankEnd(rank, kind=kind, type=name, message=message, traceback=text, **facts)
+
+
+def of_thread(thread_id: int, rank: int, kind: Kind, message: str, **details: Any) -> RankEnd:
+    """Return the record of a rank that is ended by force, with the stack of its thread ``thread_id``."""
+    frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
+    while any(frame.filename.startswith(_MACHINERY) for frame in frames):
+        frames.pop(0)
+    name = "Stuck" if kind == "stuck" else "DistBackendError"
+    return _end(rank, kind, name, message, "".join(traceback.format_list(frames)), **details)
+
+
+# -- the end --------------------------------------------------------------------------------------------------
+
+
 def fail(run: RankRun, error: BaseException) -> int:
-    """Write this rank's record, print the error where no launcher of ours does, and return the exit code."""
+    """Write this rank's end, print the error where no launcher of ours does, and return the exit code."""
     run.has_failed = True
-    messages, advice = failures.messages_of(error), ""
+    messages, advice = messages_of(error), ""
     if run.config is not None:
         advice = advise(messages, run.config, run.step, run.folder)
-    record = failures.of_exception(error, run.rank, **run.details(), advice=advice)
-    _write(run, record)
-    if record.kind == "communication":
+    end = of_exception(error, run.rank, **run.details(), advice=advice)
+    is_first = _write(run, end)
+    if end.kind == "communication":
         _write_recording(run)
     if run.stop.is_orphaned():  # no launcher reports it
         _print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}")
@@ -89,30 +140,30 @@ def fail(run: RankRun, error: BaseException) -> int:
             return exit_code(run.stop.received)
         if is_speaker:
             _print(f"colossus: {error}")
-    elif record.kind == "config":
+    elif end.kind == "config":
         if is_speaker:
-            _print(f"colossus: {record.message}")
-        return report.USAGE
+            _print(f"colossus: {end.message}")
+        return USAGE
     elif not run.has_launcher:
-        if record.kind == "error" and run.grid is not None and failures.is_first_to_report(run.folder):
-            _print(report.block(rank_causes([record], {}), run.grid, run.folder, others=False))
+        if end.kind == "error" and run.grid is not None and is_first:
+            _print(report.block([end], run.grid, run.folder, others=False))
         else:
-            _print(report.one_line(record, run.folder))
-    return report.FAILED
+            _print(report.one_line(end, run.folder))
+    return FAILED
 
 
 def write_hard_end(run: RankRun, thread: int) -> None:
-    """Write the record of a rank that is ended by force: it is stuck, or waits for others in a collective of NCCL."""
+    """Write the end of a rank that is ended by force: it is stuck, or waits for others in a collective of NCCL."""
     recorder, seconds = _recorder(), run.stop.grace_seconds
-    kind: failures.Kind = "communication" if recorder is not None and recorder.has_pending() else "stuck"
+    kind: Kind = "communication" if recorder is not None and recorder.has_pending() else "stuck"
     message = f"was told to stop, and waited in a collective for {seconds:g} s more"
     if kind == "stuck":
         message = f"did not reach the end of its step within {seconds:g} s and was ended"
         if run.step is None:
             message = "had not come to its first step when it was ended"
-    _write(run, failures.of_thread(thread, run.rank, kind, message, **run.details()))
+    _write(run, of_thread(thread, run.rank, kind, message, **run.details()))
     # torch may have written a recording already, with more in it
-    if run.folder is not None and not failures.recording_of(run.folder, run.rank).exists():
+    if run.folder is not None and not recording_of(run.folder, run.rank).exists():
         _write_recording(run, with_stacks=False)
 
 
@@ -146,15 +197,15 @@ def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
             message = f"NCCL: a collective over {axes} failed ({error}): the network, or a rank that has ended"
         if run.has_failed or run.stop.received is not None:  # this process is about to end already
             continue
-        record = failures.of_thread(main, run.rank, "communication", message, **run.details())
-        _write(run, record)
+        end = of_thread(main, run.rank, "communication", message, **run.details())
+        _write(run, end)
         with contextlib.suppress(Exception):  # the process ends here in any case
             run.flush_metrics()
         _write_recording(run)
         if not run.has_launcher:
-            _print(report.one_line(record, run.folder))
+            _print(report.one_line(end, run.folder))
         flush()
-        os._exit(report.FAILED)
+        os._exit(FAILED)
 
 
 def _recorder() -> Any:
@@ -168,19 +219,18 @@ def _write_recording(run: RankRun, *, with_stacks: bool = True) -> None:
     recorder = _recorder()
     if run.folder is not None and recorder is not None:
         with contextlib.suppress(OSError, RuntimeError):
-            recorder.write(failures.recording_of(run.folder, run.rank), with_stacks=with_stacks)
+            recorder.write(recording_of(run.folder, run.rank), with_stacks=with_stacks)
 
 
-def _write(run: RankRun, record: FailureRecord) -> None:
-    if run.folder is None or (run.stop.is_orphaned() and not run.has_lock):
-        return  # the next attempt may own the folder already
+def _write(run: RankRun, end: RankEnd) -> bool:
+    """Write the end for the launcher, or without one for the other ranks; return whether no culprit was before it."""
+    if not run.has_launcher:
+        return run.folder is None or attempt_log.record_failure(run.folder, end)
     try:
-        failures.write(run.folder, record)
-    except OSError as error:  # on a full disk, say, the launcher reads a second folder, too
-        try:
-            failures.write(RankFiles().folder, record)
-        except OSError:
-            _print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}")
+        RankFiles().write_end(end)
+    except OSError as error:
+        _print(f"rank {run.rank}: no record of its failure ({error}):\n{end.traceback}")
+    return True
 
 
 def _print(text: str) -> None:

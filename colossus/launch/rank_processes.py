@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from colossus.launch.outcome import Outcome, RankExit
-from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles
+from colossus.launch.ends import STOP_SIGNALS, AttemptEnd
+from colossus.launch.stop import GRACE_SECONDS, RankFiles
 from colossus.python_process import python_words
 
 #: the time from the stop signal, or the last heartbeat, to SIGKILL; workers that can run end themselves before
@@ -25,11 +26,11 @@ SAY_SECONDS = 3.0
 AGAIN_SECONDS = 1.0
 
 
-def note_stop_signals(outcome: Outcome) -> None:
-    """Let stop signals only be noted in the outcome, since the remaining work takes no time."""
+def note_stop_signals(attempt: AttemptEnd) -> None:
+    """Let stop signals only be noted in the attempt's end, since the remaining work takes no time."""
 
     def note(signum: int, frame: object) -> None:
-        outcome.late_signum = outcome.late_signum or signum
+        attempt.late_signum = attempt.late_signum or signum
 
     on_stop_signals(note)
 
@@ -50,26 +51,25 @@ class RankProcesses:
     """The processes of this node's ranks.
 
     Args:
-        outcome: records how they end, and whether a second Ctrl-C has come.
+        attempt: records how they end, and whether a second Ctrl-C has come.
         files: the files through which ranks and launcher communicate.
 
     Attributes:
         all: global rank -> its process, a `subprocess.Popen`.
     """
 
-    def __init__(self, outcome: Outcome, files: RankFiles) -> None:
+    def __init__(self, attempt: AttemptEnd, files: RankFiles) -> None:
         self.all: dict[int, Any] = {}
-        self._outcome, self._files = outcome, files
+        self._attempt, self._files = attempt, files
 
     def running(self) -> dict[int, Any]:
-        return {rank: process for rank, process in self.all.items() if rank not in self._outcome.exits}
+        return {rank: process for rank, process in self.all.items() if rank not in self._attempt.ranks}
 
     def note_exits(self) -> None:
         """Record the exits of ranks that have ended by themselves."""
         for rank, process in self.running().items():
             if (code := process.poll()) is not None:
-                is_finished = self._files.finished_code(rank) is not None
-                self._outcome.exits[rank] = RankExit(code, is_finished=is_finished)
+                self._attempt.ranks[rank] = replace(self._files.read_end(rank), code=code)
 
     def end_all(self, signum: int = signal.SIGTERM, can_save: Callable[[], bool] = lambda: True) -> None:
         """End the ranks that still run: by the signal, then by SIGKILL where a rank cannot end itself.
@@ -82,15 +82,15 @@ class RankProcesses:
         self.note_exits()
         if not (running := self.running()):
             return
-        exits, files, began = self._outcome.exits, self._files, time.monotonic()
+        ends, files, began = self._attempt.ranks, self._files, time.monotonic()
 
         def again(signum: int, frame: object) -> None:
-            self._outcome.late_signum = self._outcome.late_signum or signum
+            self._attempt.late_signum = self._attempt.late_signum or signum
             if time.monotonic() - began > AGAIN_SECONDS:
                 files.hurry()
-                self._outcome.is_hurried = True
+                self._attempt.is_hurried = True
 
-        note_stop_signals(self._outcome)  # except a second Ctrl-C, after which nothing is saved
+        note_stop_signals(self._attempt)  # except a second Ctrl-C, after which nothing is saved
         signal.signal(signal.SIGINT, again)
         for process in running.values():
             process.send_signal(signum)
@@ -99,7 +99,7 @@ class RankProcesses:
         is_saving, has_spoken = True, False
         while running := self.running():
             now = time.monotonic()
-            if is_saving and not (can_save() and all(ended.is_finished for ended in exits.values())):
+            if is_saving and not (can_save() and all(end.kind == "finished" for end in ends.values())):
                 is_saving = False
                 files.hurry()
             for rank, process in running.items():
@@ -111,14 +111,14 @@ class RankProcesses:
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 if process.poll() is not None:
-                    code, announced = process.returncode, files.finished_code(rank)
-                    if is_killed and announced is not None:
-                        code = announced  # it had finished; only the teardown of torch, which takes seconds, was cut
+                    code, end = process.returncode, files.read_end(rank)
+                    if is_killed and end.kind == "finished" and end.code is not None:
+                        code = end.code  # it had finished; only the teardown of torch, which takes seconds, was cut
                     by_another = code == -signal.SIGKILL and not is_killed
-                    exits[rank] = RankExit(code, not by_another, is_finished=announced is not None)
+                    ends[rank] = replace(end, code=code, after_stop=not by_another)
             if is_saving and not has_spoken and now - began > SAY_SECONDS and any(beats[rank] for rank in running):
                 has_spoken = True
                 text = "waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do not wait)"
                 print(f"colossus: {text}", file=sys.stderr, flush=True)
             time.sleep(0.02)
-        note_stop_signals(self._outcome)
+        note_stop_signals(self._attempt)

@@ -1,9 +1,9 @@
-"""The collective in which ranks wait, and the ranks that did not come to it, by their failure records. No torch.
+"""The collective in which ranks wait, and the ranks that did not come to it, by their ends. No torch.
 
-A failure record has the last collectives that its rank began, numbered in each group (`comm.log.progress`). The ranks
-of a group whose last number is lowest did not come to the collective in which the others wait. This also holds under
-NCCL, where the host runs ahead of the device. Files of torch's flight recorder, with the state of the device, lie
-beside the records.
+The end of a rank that failed has the last collectives that it began, numbered in each group (`comm.log.progress`). The
+ranks of a group whose last number is lowest did not come to the collective in which the others wait. This also holds
+under NCCL, where the host runs ahead of the device. Files of torch's flight recorder, with the state of the device, lie
+in the run folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from colossus.context.grid import RankGrid
-from colossus.launch.failures import FOLDER, RECORDING, FailureRecord
+from colossus.launch.ends import RankEnd
+
+#: the folder of torch's recordings in the run folder, and their names, which torch completes with the rank
+FOLDER = "recordings"
+RECORDING = "flight_recorder_rank_"
 
 _MAX_GROUPS = 4
 
@@ -39,28 +43,41 @@ class _Begun(NamedTuple):
         return f"#{self.number} {self.what} at {self.site}"
 
 
-def who_is_missing(folder: Path | None, records: Iterable[FailureRecord], grid: RankGrid) -> list[str]:
+def who_is_missing(folder: Path | None, ends: Iterable[RankEnd], grid: RankGrid) -> list[str]:
     """Return a line for each group in which ranks wait for others, and one on the files of torch's recorder.
 
     Args:
         folder: the run folder.
-        records: the failure records of the run.
+        ends: the ends of its ranks.
         grid: its ranks.
     """
-    with_progress = [record for record in records if record.progress]
+    with_progress = [end for end in ends if end.progress]
     #: (axes, ranks of the group) -> rank -> number -> the collective that it has begun
     groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, _Begun]]] = defaultdict(dict)
-    for record in with_progress:
-        for axes, *begun in record.progress:
+    for end in with_progress:
+        for axes, *begun in end.progress:
             with contextlib.suppress(ValueError):  # a subgroup with a label of its own
-                members = tuple(grid.group(record.rank, axes.split("x")))
-                groups[axes, members].setdefault(record.rank, {})[begun[0]] = _Begun(*begun)
-    reporting = {record.rank for record in with_progress}
+                members = tuple(grid.group(end.rank, axes.split("x")))
+                groups[axes, members].setdefault(end.rank, {})[begun[0]] = _Begun(*begun)
+    reporting = {end.rank for end in with_progress}
     waits = [_line(axes, members, reporting, begun) for (axes, members), begun in groups.items() if len(members) > 1]
     lines = [line for _, line in sorted(filter(None, waits), key=lambda wait: wait[0])][:_MAX_GROUPS]
     if folder is not None and any((folder / FOLDER).glob(f"{RECORDING}*")):
         lines.append(f"torch has recorded more, which `torchfrtrace` reads: {folder / FOLDER / RECORDING}*")
     return lines
+
+
+def recording_of(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file of torch's flight recorder."""
+    return folder / FOLDER / f"{RECORDING}{rank}"
+
+
+def remove_recordings(folder: Path) -> None:
+    """Remove the recordings of an earlier attempt in the same run folder."""
+    for path in (folder / FOLDER).glob(f"{RECORDING}*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is missing, or has files of the user
+        (folder / FOLDER).rmdir()
 
 
 def _line(
@@ -71,7 +88,7 @@ def _line(
     Args:
         axes: the axes of the group.
         members: its ranks.
-        reporting: the ranks that have left a record.
+        reporting: the ranks whose collectives are known.
         begun: rank -> number -> the collective that it has begun in this group.
     """
     last = {rank: max(begun.get(rank, {0: None})) for rank in members if rank in reporting}

@@ -1,4 +1,4 @@
-"""The report of a launcher at the end of a run, and its exit code. No torch."""
+"""The report of a launcher at the end of an attempt. No torch."""
 
 from __future__ import annotations
 
@@ -14,58 +14,78 @@ from colossus.checkpoint.manifest import read_manifest
 from colossus.comm.peer_gone import OPEN_FILES_ERROR
 from colossus.config import Config
 from colossus.context.grid import RankGrid
-from colossus.launch import failures, run_folder
+from colossus.launch import attempt_log, run_folder
 from colossus.launch.advice import has_few_open_files, open_files_advice
-from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import Cause, Outcome, stop_code
+from colossus.launch.decide import Restart, Stop, lost_by_stop
+from colossus.launch.ends import AttemptEnd, RankEnd
 from colossus.launch.recordings import ranks_in_words, who_is_missing
-from colossus.launch.stop import exit_code
 
-DONE, FAILED, USAGE = 0, 1, 2
 _WIDTH = 100
 
 
-def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
-    """Print the report of an attempt, and return its exit code.
+def report(end: AttemptEnd, decision: Restart | Stop, config: Config, grid: RankGrid, max_restarts: int = 0) -> None:
+    """Print the report of an attempt: what failed, and what follows.
 
     Args:
-        outcome: the outcome of the attempt.
+        end: the end of the attempt.
+        decision: the decision about it.
         config: its config.
         grid: its ranks.
+        max_restarts: the limit of restarts.
     """
-    folder, ends = outcome.folder, [outcome, *outcome.others]
-    exits, causes = outcome.of_all_nodes()
-    has_culprit = bool(causes) and causes[0].is_own
-    server = next((end.server for end in ends if end.server is not None), None)
-    signum = next((end.signum for end in ends if end.signum and not end.leaves), None)
-    code = exit_code(signum) if signum is not None else None
-    if code is None and server is None and not outcome.gone:
-        if exits and all(ended.is_good for ended in exits.values()):
-            return DONE
-        code = stop_code(causes, exits)
-        signum = code - 128 if code is not None else None
+    if isinstance(decision, Restart) and not decision.count:
+        text = f"{cause_of(end, decision)}: the ranks were stopped, and start again on the nodes that are there"
+        _print(f"colossus: {text}")
+        return
+    _report_end(end, config, grid)
+    if isinstance(decision, Restart):
+        _print(f"colossus: restart {decision.count} of {max_restarts}: the ranks start again")
+    elif decision.reason:
+        _print(f"colossus: no restart: {decision.reason}")
+
+
+def _report_end(end: AttemptEnd, config: Config, grid: RankGrid) -> None:
+    folder, causes, server, code = end.folder, end.failed, end.dead_server, end.stop_code
     if code is not None:
-        print(stopped_line(folder, config, signum))
+        signums = [node.signum for node in end.nodes if node.signum and not node.leaves]
+        print(stopped_line(folder, config, next(iter(signums), code - 128)))
     if server is not None:
         lines = [server, "Parameters live at the servers, so the workers were stopped."]
         _print(_framed(server.split(" (")[0], lines, folder))
     elif code is not None:
-        return _code_of_stop(outcome, code, causes, config, grid)
-    elif outcome.gone and not has_culprit:
-        lines = [f"{node} gives no sign of life" for node in outcome.gone]
+        if (lost := lost_by_stop(end)) is not None:
+            _report_lost(end, lost, grid)
+    elif end.gone and not (causes and causes[0].is_own):
+        lines = [f"{node} gives no sign of life" for node in end.gone.values()]
         lines += ["its launcher was killed, or the machine or its network is down; the ranks here were stopped"]
-        _print(_framed(f"{outcome.gone[0].split(' (')[0]} has gone", lines, folder))
+        _print(_framed(cause_of(end), lines, folder))
     elif not causes:
-        _print(f"colossus: the run ended with exit codes {exits} and no record in {folder}")
-    elif causes[0].record is not None and causes[0].record.kind == "config":
-        _print(f"colossus: {causes[0].record.message}")
-        return USAGE
-    elif causes[0].rank in outcome.exits or len(outcome.exits) == grid.world_size:
+        if not all(rank.is_good for rank in end.all_ranks) or not end.all_ranks:
+            codes = {rank.rank: rank.code for rank in end.all_ranks}
+            _print(f"colossus: the run ended with exit codes {codes} and no record in {folder}")
+    elif causes[0].kind == "config":
+        _print(f"colossus: {causes[0].message}")
+    elif causes[0].rank in end.ranks or len(end.ranks) == grid.world_size:
         _print(block(causes, grid, folder))
     else:  # the launcher of the culprit's node prints the block
         failed = f"{_describe_rank(causes[0], grid)} {_describe_failure(causes[0])}"
         _print(f"run failed: {failed}; the ranks here stopped because of it")
-    return FAILED
+
+
+def cause_of(end: AttemptEnd, decision: Restart | Stop | None = None) -> str:
+    """Return the cause of an attempt's end as one line; empty for a good one."""
+    if isinstance(decision, Restart) and not decision.count:
+        return "a node has left" if any(node.leaves for node in end.others.values()) else "more nodes are there"
+    causes = end.failed
+    if end.dead_server is not None:
+        return end.dead_server.splitlines()[0]
+    if causes and (causes[0].is_own or not end.gone):
+        return summary(causes).splitlines()[0]
+    if end.gone:
+        return f"{next(iter(end.gone.values())).split(' (')[0]} has gone"
+    if isinstance(decision, Stop) and decision.code != 1:
+        return ""
+    return "ranks ended early"
 
 
 def _print(text: str) -> None:
@@ -102,56 +122,57 @@ def _latest(config: Config, folder: Path) -> Path | None:
     return None
 
 
-def _code_of_stop(outcome: Outcome, code: int, causes: Sequence[Cause], config: Config, grid: RankGrid) -> int:
-    """Return the exit code of a stop; where the last checkpoint was not saved, return 1 and print the reason."""
-    folder = outcome.folder
-    if not config.checkpoint.every or folder is None or outcome.is_hurried:
-        return code
-    for record in filter(None, (cause.record for cause in causes)):
-        # a save that failed because another rank has ended is not the cause
-        if record.type == CheckpointError.__name__ and record.kind != "communication":
-            _print(f"colossus: {record.message}")
-            return FAILED
-    # a rank that is stopped before its first step has a record of kind "stuck", too, but no step
-    culprits = [
-        cause for cause in causes if cause.kind in ("death", "stuck") and (not cause.record or cause.record.step)
-    ]
-    row, latest = run_folder.last_metrics(folder), _latest(config, folder)
+def unsaved_step(config: Config, folder: Path, started: float) -> int | None:
+    """Return the last step of a run's metrics, where an attempt has trained it and no checkpoint has it; else None.
+
+    Args:
+        config: the config of the run.
+        folder: its folder.
+        started: the time at which the attempt began, in seconds since the epoch.
+    """
+    row = run_folder.last_metrics(folder) if config.checkpoint.every else None
+    if row is None or row.get("time", 0.0) < started:
+        return None
+    latest = _latest(config, folder)
     saved = read_manifest(latest).step if latest is not None else 0
-    is_unsaved = row is not None and row.get("time", 0.0) >= outcome.started and saved < row["step"]
-    if not culprits and not is_unsaved:
-        return code
-    if row is not None and is_unsaved:
-        _print(f"colossus: step {row['step']} was the last, and no checkpoint of it was saved")
-    if causes:
-        _print(block(culprits or causes, grid, folder))
-    return FAILED
+    return row["step"] if saved < row["step"] else None
+
+
+def _report_lost(end: AttemptEnd, lost: Sequence[RankEnd], grid: RankGrid) -> None:
+    """Print why the steps that a stop was to save are lost."""
+    if lost and lost[0].type == CheckpointError.__name__ and lost[0].kind != "communication":
+        _print(f"colossus: {lost[0].message}")
+        return
+    if end.unsaved_step is not None:
+        _print(f"colossus: step {end.unsaved_step} was the last, and no checkpoint of it was saved")
+    if lost:
+        _print(block(lost, grid, end.folder))
 
 
 # -- a run that failed ----------------------------------------------------------------------------------------
 
 
-def block(causes: Sequence[Cause], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
+def block(causes: Sequence[RankEnd], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
     """Return the one block of text that a user reads after a failed run.
 
     Args:
-        causes: the result of `rank_causes`, with at least one.
+        causes: the ranks that failed, the culprit first (`ends.failed`); at least one.
         grid: the ranks of the run.
         folder: the run folder, which is named.
         others: whether to describe the ends of the other ranks, too.
     """
-    first, record = causes[0], causes[0].record
+    first = causes[0]
     lines = [f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
-    if record is not None and record.traceback:
-        lines += ["", *(f"  {line}" for line in record.traceback.rstrip().splitlines())]
-    if record is not None and record.advice:
-        lines += ["", *record.advice.splitlines()]
+    if first.traceback:
+        lines += ["", *(f"  {line}" for line in first.traceback.rstrip().splitlines())]
+    if first.advice:
+        lines += ["", *first.advice.splitlines()]
     if not first.is_own:
-        missing = who_is_missing(folder, [cause.record for cause in causes if cause.record is not None], grid)
+        missing = who_is_missing(folder, causes, grid)
         lines += ["", "who waits for whom:", *(f"  {line}" for line in missing)] if missing else []
-    if record is not None and record.collectives:
+    if first.collectives:
         lines += ["", f"last collectives of rank {first.rank} (newest last):"]
-        lines += [f"  {line}" for line in record.collectives[-8:]]
+        lines += [f"  {line}" for line in first.collectives[-8:]]
     lines += ["", *(_others(causes, grid.world_size) if others else [])]
     return _framed(f"rank {first.rank}{_at_step(causes)}", lines, folder)
 
@@ -161,52 +182,48 @@ def _framed(what: str, lines: Sequence[str], folder: Path | None) -> str:
     return "\n".join(["", f" run failed: {what} ".center(_WIDTH, "="), *lines, *where, "=" * _WIDTH])
 
 
-def summary(causes: Sequence[Cause]) -> str:
+def summary(causes: Sequence[RankEnd]) -> str:
     """Return one line on the first cause: ``rank 1 at step 7 raised ValueError: no such file``."""
     first = causes[0]
-    message = f": {_shorten(first.record.message)}" if first.kind == "error" and first.record is not None else ""
+    message = f": {_shorten(first.message)}" if first.cause == "error" else ""
     return f"rank {first.rank}{_at_step(causes)} {_describe_failure(first)}{message}"
 
 
-def _at_step(causes: Sequence[Cause]) -> str:
+def _at_step(causes: Sequence[RankEnd]) -> str:
     """Return the step of the culprit; where it has no record, "near" that of another rank, whose step may differ."""
-    own = causes[0].record
-    record = own or next((cause.record for cause in causes if cause.record is not None), None)
-    if record is None:
+    with_record = next((end for end in causes if end.has_record), None)
+    if with_record is None:
         return ""
-    if record.step is None:
+    if with_record.step is None:
         return " before the first step"
-    return f" {'at' if own else 'near'} step {record.step}"
+    return f" {'at' if with_record is causes[0] else 'near'} step {with_record.step}"
 
 
-def one_line(record: FailureRecord, folder: Path | None) -> str:
-    """Return the line that a rank which is not the culprit prints where no launcher of ours collects the records."""
-    how = "stopped because another rank went away" if record.kind == "communication" else "failed too"
-    where = f"; its record: {folder / failures.FOLDER / f'rank{record.rank}.json'}" if folder else ""
-    return f"rank {record.rank} {how}: {record.type}: {_shorten(record.message)}{where}"
+def one_line(end: RankEnd, folder: Path | None) -> str:
+    """Return the line that a rank which is not the culprit prints where no launcher of ours collects the ends."""
+    how = "stopped because another rank went away" if end.kind == "communication" else "failed too"
+    where = f"; its record: {folder / attempt_log.ROWS}" if folder else ""
+    return f"rank {end.rank} {how}: {end.type}: {_shorten(end.message)}{where}"
 
 
-def _describe_rank(cause: Cause, grid: RankGrid) -> str:
-    host = f"host {cause.record.host}" if cause.record is not None else ""
-    inside = "; ".join(filter(None, (host, grid.where(cause.rank))))
-    return f"rank {cause.rank} ({inside})" if inside else f"rank {cause.rank}"
+def _describe_rank(end: RankEnd, grid: RankGrid) -> str:
+    inside = "; ".join(filter(None, (end.host and f"host {end.host}", grid.where(end.rank))))
+    return f"rank {end.rank} ({inside})" if inside else f"rank {end.rank}"
 
 
-def _describe_failure(cause: Cause) -> str:
-    record = cause.record
-    if cause.kind == "death":
-        assert cause.exit is not None
-        return describe_death(cause.exit.code)
-    if cause.kind == "stuck":
-        message = record.message if record is not None else "answered no signal and had to be killed"
+def _describe_failure(end: RankEnd) -> str:
+    if end.cause == "death":
+        assert end.code is not None
+        return describe_death(end.code)
+    if end.cause == "stuck":
+        message = end.message or "answered no signal and had to be killed"
         return f"{message}: it was busy or stopped while the other ranks waited for it"
-    assert record is not None
-    if cause.kind == "error":
-        return f"raised {record.type}"
-    if record.after_signal is not None:
-        return f"raised {record.type} after it had been told to stop"
-    hint = "a rank too slow for comm.timeout_seconds?" if record.is_timeout else "network?"
-    return f"raised {record.type}; no rank failed by itself; this is the earliest communication error ({hint})"
+    if end.cause == "error":
+        return f"raised {end.type}"
+    if end.after_signal is not None:
+        return f"raised {end.type} after it had been told to stop"
+    hint = "a rank too slow for comm.timeout_seconds?" if end.is_timeout else "network?"
+    return f"raised {end.type}; no rank failed by itself; this is the earliest communication error ({hint})"
 
 
 _DEATHS = {
@@ -231,26 +248,26 @@ def describe_death(code: int) -> str:
     return f"was killed by {name}{f': {_DEATHS[name]}' if name in _DEATHS else ''}"
 
 
-def _others(causes: Sequence[Cause], world_size: int) -> list[str]:
+def _others(causes: Sequence[RankEnd], world_size: int) -> list[str]:
     """Return lines on the ends of the ranks other than the culprit."""
-    first, rest = causes[0], {cause.rank: cause for cause in causes[1:]}
+    first, rest = causes[0], {end.rank: end for end in causes[1:]}
     lines: list[str] = []
     victims: list[int] = []
     same: list[int] = []
     for rank in sorted({*range(world_size)} - {first.rank}):
-        cause = rest.get(rank)
-        if cause is None or cause.kind == "communication":
+        end = rest.get(rank)
+        if end is None or end.cause == "communication":
             victims.append(rank)
-        elif cause.record is None:
-            lines.append(f"rank {rank} also failed: it {_describe_failure(cause)}")
-        elif first.record is not None and cause.record.message == first.record.message:
+        elif not end.has_record:
+            lines.append(f"rank {rank} also failed: it {_describe_failure(end)}")
+        elif first.has_record and end.message == first.message:
             same.append(rank)
         else:
-            lines.append(f"rank {rank} also failed: {cause.record.type}: {_shorten(cause.record.message)}")
+            lines.append(f"rank {rank} also failed: {end.type}: {_shorten(end.message)}")
     if same:
         lines.insert(0, f"{ranks_in_words(same)} raised the same error.")
     if victims:
-        verb = "went away" if first.kind != "stuck" else "did not answer"
+        verb = "went away" if first.cause != "stuck" else "did not answer"
         lines.append(f"{ranks_in_words(victims)} stopped because rank {first.rank} {verb}.")
     return lines
 

@@ -20,7 +20,6 @@ import colossus
 from colossus import machine
 from colossus.checkpoint.folder import name_of
 from colossus.config import Config, ConfigError, as_dict, without_credentials
-from colossus.launch import failures
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 #: the config that the launcher has resolved, for the ranks of its node
@@ -106,7 +105,7 @@ def has_metrics(folder: Path) -> bool:
 
 
 def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
-    """Make the folder, lock it, check it, and remove failure records of an earlier attempt.
+    """Make the folder, lock it and check it.
 
     Args:
         folder: the run folder.
@@ -125,7 +124,6 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     try:
         hold(folder).close()
         check(folder, is_own=is_own)
-        failures.clear(folder)
         require_room(folder, f"run folder {folder}")
     except BaseException:
         lock.close()

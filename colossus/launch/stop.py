@@ -8,6 +8,7 @@ thread is blocked.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import select
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from colossus.launch.ends import STOP_SIGNALS, RankEnd, exit_code
 from colossus.launch.memory_folder import remove_memory
 
 #: the longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s. A run that saves
@@ -34,21 +36,13 @@ _LOOK_SECONDS = 0.5
 #: the environment variable with the process id of our launcher, which its workers must not outlive
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
 
-#: the stop signals; SLURM can send the last two some time before a job's end (``--signal=USR1@120``)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
 _RANK_FILES = "COLOSSUS_RANK_FILES"
-
-
-def exit_code(signum: int) -> int:
-    """Return the shell's exit code: 130 after SIGINT, 129 after SIGHUP, 143 after SIGTERM and SLURM's signals."""
-    return 128 + (signal.SIGTERM if signum in (signal.SIGUSR1, signal.SIGUSR2) else signum)
 
 
 class RankFiles:
     """Files through which the ranks of a node and their launcher communicate, also when one of them has gone.
 
-    A rank writes a file when it has come to the end of its program. An exit code of 0 does not show that, since
+    A rank writes its end, also when it has come to the end of its program: an exit code of 0 does not show that, since
     ``os._exit(0)`` in a model or a library gives it, too. A rank that was stopped and still works on a step or a
     checkpoint writes heartbeats. The launcher writes a file when a checkpoint can not be complete any more.
 
@@ -60,9 +54,21 @@ class RankFiles:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(os.environ.get(_RANK_FILES, os.devnull))
 
-    def finish(self, rank: int, code: int) -> None:
-        """Announce that a rank has come to the end of its program, and is about to exit with this code."""
-        self._write(f"{rank}.finished", f"{code}\n")
+    def write_end(self, end: RankEnd) -> None:
+        """Write the end of a rank, which is about to exit; readers see all of it or nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        draft = self.folder / f"{end.rank}.draft"
+        draft.write_text(json.dumps(end.facts()))
+        draft.replace(self.folder / f"{end.rank}.end")
+
+    def read_end(self, rank: int) -> RankEnd:
+        """Return the end of a rank as far as it has written it."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return RankEnd(**json.loads((self.folder / f"{rank}.end").read_text()))
+        return RankEnd(rank)
 
     def beat(self, rank: int) -> None:
         """Write a heartbeat of a rank that was stopped and still works."""
@@ -74,13 +80,6 @@ class RankFiles:
 
     def is_hurried(self) -> bool:
         return (self.folder / "hurry").exists()
-
-    def finished_code(self, rank: int) -> int | None:
-        """Return the exit code that a rank has announced by `finish`, or None."""
-        with contextlib.suppress(OSError):
-            text = (self.folder / f"{rank}.finished").read_text()
-            return int(text) if text.endswith("\n") else None
-        return None
 
     def last_beat(self, rank: int) -> int | None:
         """Return a number that changes with each heartbeat of a rank; None before the first."""
@@ -94,9 +93,9 @@ class RankFiles:
         if self.folder.is_dir():
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write(self, name: str, text: str = "") -> None:
+    def _write(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            (self.folder / name).write_text(text)
+            (self.folder / name).write_text("")
 
 
 @contextmanager

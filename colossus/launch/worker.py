@@ -6,9 +6,11 @@ runs ``run_worker`` in their process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,14 +21,15 @@ from colossus.config import Config, ConfigError, Named, state_config
 from colossus.config.resolved import read_resolved
 from colossus.config_module import put_on_path
 from colossus.context.grid import build_grid
-from colossus.launch import failures, run_folder
+from colossus.launch import attempt_log, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
+from colossus.launch.ends import RankEnd, exit_code
 from colossus.launch.lasting_output import lasting_output
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
+from colossus.launch.recordings import FOLDER, RECORDING, remove_recordings
 from colossus.launch.report import stopped_line
-from colossus.launch.restarts import order_of_restart, record_restart
 from colossus.launch.resume import Origin, choose
-from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
+from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals
 from colossus.registry import HOOKS
 
 
@@ -67,7 +70,8 @@ def run_worker(load: Callable[[], Config], *, run_dir: str | None, resume: str |
         config = load()
         run.config, run.grid = config, build_grid(config.parallel)
         code = _train(run, config, partial(choose, config, run_dir=run_dir, resume=bool(resume)))
-        files.finish(rank, code)
+        with contextlib.suppress(OSError):
+            files.write_end(RankEnd(rank, code, kind="finished"))
     except BaseException as error:
         code = fail(run, error)
         flush()
@@ -96,12 +100,13 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     folder = run.folder
     assert folder is not None
     # the place where torch itself writes recordings, when the watchdog of another rank asks for them
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / FOLDER / RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
-    if (order := order_of_restart()) is not None:
+    if run.has_launcher and attempt_log.this_attempt():
         checkpoints = engine.checkpoints
         checkpoints.is_restart = True
-        checkpoints.resume_until, checkpoints.skip_batches, checkpoints.rollback_time = order
+        if (rollback := attempt_log.pending_rollback(folder)) is not None:
+            checkpoints.resume_until, checkpoints.skip_batches, checkpoints.rollback_time = rollback
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_start_hook(run, config), metrics, display, *user_hooks]
@@ -146,7 +151,6 @@ def _lock_folder(run: RankRun) -> None:
     run.locks += (run_folder.hold(run.folder),)
     if run.stop.is_orphaned():
         raise SystemExit
-    run.has_lock = True
 
 
 def _start_hook(run: RankRun, config: Config) -> Any:
@@ -165,7 +169,8 @@ def _start_hook(run: RankRun, config: Config) -> Any:
             run.stop.ready(engine.request_stop, section.grace_seconds if section.every else None)
             if engine.context.is_logging_rank:
                 data = engine.loaders.description if engine.loaders is not None else None
-                record_restart(run.folder, engine.completed_steps, engine.checkpoints.resumed_from)
+                if run.has_launcher:
+                    attempt_log.record_start(run.folder, engine.completed_steps, engine.checkpoints.resumed_from)
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:
@@ -193,6 +198,8 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
             problems = error.problems
         else:
             run.locks += start.locks
+            remove_recordings(start.folder)
+            attempt_log.append(start.folder, attempt_log.this_attempt(), began=time.time())
             folder, resume = start.folder.resolve(), start.resume
     world = engine.context.group(engine.context.grid.names)
     folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)

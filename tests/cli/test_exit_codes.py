@@ -16,8 +16,8 @@ from colossus.checkpoint.manifest import MANIFEST
 from colossus.cli import main as command_line
 from colossus.cli import plan
 from colossus.cli.main import COMMANDS, main
-from colossus.launch import report
-from colossus.launch.stop import STOP_SIGNALS, exit_code
+from colossus.launch import decide
+from colossus.launch.ends import STOP_SIGNALS, exit_code
 from colossus.verify.run_verify import AGREE, DIFFERENT
 
 TABLE = re.findall(
@@ -36,9 +36,9 @@ def help_of(name: str) -> str:
 
 
 def test_the_table_has_every_code_of_the_commands() -> None:
-    of_launch = {report.DONE, report.FAILED, report.USAGE, *map(exit_code, STOP_SIGNALS)}
+    of_launch = {decide.DONE, decide.FAILED, decide.USAGE, *map(exit_code, STOP_SIGNALS)}
     assert {code for code, text in LAUNCH.items() if not text.startswith("-")} == of_launch
-    assert (AGREE, DIFFERENT) == (report.DONE, plan.DIFFERS)
+    assert (AGREE, DIFFERENT) == (decide.DONE, plan.DIFFERS)
     assert set(OTHERS) == of_launch | {DIFFERENT, 128 + signal.SIGPIPE}
     for signum in STOP_SIGNALS:
         assert signum.name in LAUNCH[exit_code(signum)]
@@ -79,5 +79,5 @@ def test_commands_end_with_the_codes_of_the_table(
 def test_a_launch_that_cannot_start_processes_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "is_reachable", lambda address: False)
     code, _, err = launch(tmp_path)
-    assert code == report.FAILED
+    assert code == decide.FAILED
     assert err.startswith("colossus: the processes could not be started: this machine does not reach its own address")

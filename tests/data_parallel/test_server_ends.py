@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import colossus
-from colossus.launch.failures import kind_of
+from colossus.launch.rank_failure import kind_of
 from colossus.server.frames import ServerGone
 
 server_threads.in_threads()

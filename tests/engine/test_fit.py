@@ -13,7 +13,7 @@ from helpers.training import config_of
 import colossus
 from colossus.engine.fit import FitSummary, Hook, evaluation_due, fit
 from colossus.engine.results import addend, signal_of
-from colossus.launch.stop import STOP_SIGNALS
+from colossus.launch.ends import STOP_SIGNALS
 
 
 def test_hooks_are_called_in_order() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.launch import failures
+from colossus.launch import rank_failure
 
 FILE = Path(__file__).name
 #: the line of this file that holds a mark
@@ -96,7 +96,7 @@ def told(act: Any, wrong: type[Exception] = Exception) -> str:
     try:
         act()
     except wrong as error:
-        record = failures.of_exception(error, 0)
+        record = rank_failure.of_exception(error, 0)
         return record.traceback
     return "nothing"
 

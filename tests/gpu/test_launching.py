@@ -25,7 +25,7 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 from colossus.comm import flight_recorder
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.devices import examine_devices
-from colossus.launch import failures, rank_failure
+from colossus.launch import attempt_log, rank_failure, recordings
 from colossus.launch.advice import is_out_of_memory
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.stop import StopSignals
@@ -125,9 +125,9 @@ def record(rank: int, device: torch.device, folder: Path) -> None:
     assert not flight_recorder.has_pending()
     sleep_and_reduce(device, 1.0)
     assert flight_recorder.has_pending()
-    path = failures.recording_of(folder, 0)
+    path = recordings.recording_of(folder, 0)
     flight_recorder.write(path)
-    entries = read_dump(failures.RECORDING, str(path))["entries"]
+    entries = read_dump(recordings.RECORDING, str(path))["entries"]
     assert [entry["input_sizes"] for entry in entries] == [[[3, 5]], [[7]]], entries
     assert [entry["state"] == "completed" for entry in entries] == [True, False], entries
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def exhaust_memory(rank: int, device: torch.device) -> list[str]:
     try:
         torch.empty(2 * free, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        return list(failures.messages_of(error))
+        return list(rank_failure.messages_of(error))
     return ["nothing was raised"]
 
 
@@ -161,17 +161,17 @@ def test_a_collective_that_does_not_end(cuda: torch.device, figures: Callable[[A
     except RanksFailed as error:
         codes = error.exit_codes
     assert codes == {0: 1}, f"the process ended with {codes}, and should have given up the collective"
-    (failure,) = failures.read_all(tmp_path)
+    (failure,) = attempt_log.failed_ranks(tmp_path)
     assert (failure.kind, failure.is_timeout) == ("communication", True), failure
     assert "wait_for_ever" in failure.traceback, failure.traceback
-    dump = read_dump(failures.RECORDING, str(failures.recording_of(tmp_path, 0)))
+    dump = read_dump(recordings.RECORDING, str(recordings.recording_of(tmp_path, 0)))
     assert not all(entry["state"] == "completed" for entry in dump["entries"]), dump
     figures({"seconds to the report": time.monotonic() - begin - TIMEOUT_SECONDS})
 
 
 def wait_for_ever(device: torch.device, folder: Path) -> None:
     join(device)
-    run = RankRun(0, StopSignals(), folder=folder, step=3)
+    run = RankRun(0, StopSignals(), has_launcher=False, folder=folder, step=3)
     rank_failure.watch_nccl(run, TIMEOUT_SECONDS)
     sleep_and_reduce(device, TIMEOUT_SECONDS + 20.0).sum().item()
 

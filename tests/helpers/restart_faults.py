@@ -6,7 +6,6 @@ A row of the table is what happens (`FAULTS`) under a plan (`PLANS`).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import signal
@@ -19,7 +18,7 @@ from helpers.faults import leftovers, nothing_runs_on, processes_of
 from helpers.launching import LAUNCH, finish, rows_of, start, wait_for
 from helpers.ports import free_port
 
-from colossus.launch import restarts, run_folder
+from colossus.launch import attempt_log, run_folder
 
 CONFIG = Path(__file__).parent / "launched" / "restarted.py"
 #: of a row, what depends on the run and not on the machine
@@ -197,8 +196,6 @@ def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
             found.append(f"metrics are {numbers(folder)}, not {numbers(undisturbed)}")
         if saved(folder) != saved(undisturbed):
             found.append("the last checkpoint differs from that of the undisturbed run")
-    if (folder / "run" / "failures").exists():
-        found.append("records of failures stay")
     run_folder.take(folder / "run", None).close()
     return [*found, text] if found else []
 
@@ -233,5 +230,10 @@ def saved(folder: Path) -> list[bytes]:
 
 
 def restarts_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "run" / restarts.ROWS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """A row of each restart: its number, the cause, and what it has cost, where its ranks have trained."""
+    attempts = attempt_log.read(folder / "run")
+    return [
+        {**attempt, "restart": number, "cause": attempts[number - 1]["cause"]}
+        for number, attempt in attempts.items()
+        if number
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import attempts, command, nodes, rank_processes, stop
+from colossus.launch import agent, command, nodes, rank_processes, stop
 from colossus.launch.stop import GRACE_SECONDS
 
 
@@ -31,5 +31,5 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: object, **options: object) -> int:
         raise AssertionError("a process would have been started")
 
-    monkeypatch.setattr(attempts, "run_workers", refuse)
+    monkeypatch.setattr(agent, "run_workers", refuse)
     monkeypatch.setattr(command, "_prepare_environment", lambda *arguments: None)

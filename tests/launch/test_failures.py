@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from colossus.comm.peer_gone import PeerGone, is_of_a_peer
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
-from colossus.launch import failures, rank_failure
+from colossus.launch import attempt_log, rank_failure
 from colossus.launch.advice import memory_advice
-from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import RankExit, rank_causes, stop_code
+from colossus.launch.ends import RankEnd, failed, stop_code
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.report import block
 from colossus.launch.stop import StopSignals
@@ -32,8 +32,12 @@ GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"
 
 
-def record(rank: int, error: BaseException, **details: Any) -> FailureRecord:
-    return failures.of_exception(error, rank, **{"host": f"host{rank}", "step": 3, **details})
+def record(rank: int, error: BaseException, **details: Any) -> RankEnd:
+    return rank_failure.of_exception(error, rank, **{"host": f"host{rank}", "step": 3, **details})
+
+
+def exited(code: int, *, after_stop: bool = False, rank: int = 0) -> RankEnd:
+    return RankEnd(rank, code, after_stop, "" if code else "finished")
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -49,13 +53,12 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 def test_own_errors_come_first_by_time() -> None:
     records = [record(rank, PeerGone(PEER), time=1.0) for rank in (0, 2)]
     records += [record(1, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
-    found = rank_causes(records, {rank: RankExit(1) for rank in range(4)})
-    assert [cause.rank for cause in found] == [3, 1, 0, 2]
+    assert [end.rank for end in failed(records)] == [3, 1, 0, 2]
     stopped = record(0, OSError("a loader's process is gone"), after_signal=15)
-    assert rank_causes([stopped, record(1, ValueError("boom"), time=9e9)], {})[0].rank == 1
-    exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL, after_stop=True)}
-    found = rank_causes([record(0, ValueError("boom"))], exits | {3: RankExit(143, after_stop=True)})
-    assert [(cause.rank, cause.kind) for cause in found] == [(0, "error"), (1, "death"), (2, "stuck")]
+    assert failed([stopped, record(1, ValueError("boom"), time=9e9)])[0].rank == 1
+    ends = [exited(1, rank=1), exited(-signal.SIGKILL, after_stop=True, rank=2), exited(143, after_stop=True, rank=3)]
+    found = failed([*ends, record(0, ValueError("boom"), code=1)])
+    assert [(end.rank, end.cause) for end in found] == [(0, "error"), (1, "death"), (2, "stuck")]
 
 
 @given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
@@ -63,26 +66,27 @@ def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times:
     culprit = order[0]
     errors = {rank: ValueError("own") if rank == culprit else PeerGone(PEER) for rank in range(4)}
     records = [record(rank, errors[rank], time=times[rank]) for rank in order]
-    assert rank_causes(records, {})[0].rank == culprit
+    assert failed(records)[0].rank == culprit
 
 
 @pytest.mark.parametrize(
-    ("exits", "error", "code"),
+    ("ends", "error", "code"),
     [
-        ({0: RankExit(143), 1: RankExit(0)}, None, 143),
-        ({0: RankExit(-15), 1: RankExit(143)}, None, 143),
-        ({0: RankExit(0), 1: RankExit(0)}, None, None),
-        ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None, None),
-        ({0: RankExit(143), 1: RankExit(-9)}, None, None),
+        ({0: exited(143), 1: exited(0)}, None, 143),
+        ({0: exited(-15), 1: exited(143)}, None, 143),
+        ({0: exited(0), 1: exited(0)}, None, None),
+        ({0: exited(143, after_stop=True), 1: exited(1)}, None, None),
+        ({0: exited(143), 1: exited(-9)}, None, None),
         # rank 1 was told before it could tell rank 0; one that was only ended by us is no stop
-        ({0: RankExit(1), 1: RankExit(143)}, PeerGone(PEER), 143),
-        ({0: RankExit(1), 1: RankExit(143, after_stop=True)}, PeerGone(PEER), None),
-        ({0: RankExit(1), 1: RankExit(143)}, ValueError("own"), None),
+        ({0: exited(1), 1: exited(143)}, PeerGone(PEER), 143),
+        ({0: exited(1), 1: exited(143, after_stop=True)}, PeerGone(PEER), None),
+        ({0: exited(1), 1: exited(143)}, ValueError("own"), None),
     ],
 )
-def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exception | None, code: int | None) -> None:
-    records = [record(0, error)] if error is not None else []
-    assert stop_code(rank_causes(records, exits), exits) == code
+def test_a_run_that_was_only_stopped(ends: dict[int, RankEnd], error: Exception | None, code: int | None) -> None:
+    if error is not None:
+        ends = ends | {0: record(0, error, code=1)}
+    assert stop_code(replace(end, rank=rank) for rank, end in ends.items()) == code
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exceptio
     ],
 )
 def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
-    assert failures.kind_of(error) == kind
+    assert rank_failure.kind_of(error) == kind
 
 
 def _loses_its_peer(rank: int) -> None:
@@ -139,22 +143,23 @@ def test_what_gloo_raises_is_told_from_a_users_words() -> None:
     ("ended", "words"),
     [
         (
-            RankExit(-signal.SIGKILL),
+            exited(-signal.SIGKILL),
             ["rank 2 (data 1, tensor 0) was killed by SIGKILL: out of memory", "because rank 2 went away."],
         ),
         (
-            RankExit(-signal.SIGKILL, after_stop=True),
+            exited(-signal.SIGKILL, after_stop=True),
             ["rank 2 (data 1, tensor 0) answered no signal and had to be killed", "because rank 2 did not answer."],
         ),
-        (RankExit(7), ["rank 2 (data 1, tensor 0) ended with exit code 7 without an exception"]),
+        (exited(7), ["rank 2 (data 1, tensor 0) ended with exit code 7 without an exception"]),
     ],
 )
-def test_a_rank_without_a_record_is_named_from_its_exit_code(ended: RankExit, words: list[str]) -> None:
+def test_a_rank_without_a_record_is_named_from_its_exit_code(ended: RankEnd, words: list[str]) -> None:
     records = [record(rank, PeerGone(PEER)) for rank in (0, 1, 3)]
-    text = block(rank_causes(records, {0: RankExit(1), 1: RankExit(1), 2: ended, 3: RankExit(1)}), GRID)
+    ended = replace(ended, rank=2)
+    text = block(failed([*records, ended]), GRID)
     for each in ["run failed: rank 2 near step 3", "ranks 0, 1, 3 stopped because", *words]:
         assert each in text
-    assert "run failed: rank 2 =" in block(rank_causes([], {2: ended}), GRID)
+    assert "run failed: rank 2 =" in block([ended], GRID)
 
 
 def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
         record(2, ValueError("boom"), time=2.0),
         record(3, TypeError("something else"), time=3.0),
     ]
-    text = block(rank_causes(records, {}), GRID, tmp_path)
+    text = block(failed(records), GRID, tmp_path)
     lines = text.splitlines()
     assert "run failed: rank 1 at step 3" in lines[1]
     assert lines[2] == "rank 1 (host host1; data 0, tensor 1) raised ValueError"
@@ -176,29 +181,30 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
     assert "rank 3 also failed: TypeError: something else" in lines
     assert "rank 0 stopped because rank 1 went away." in lines
     assert f"run folder: {tmp_path}" in lines
-    text = block(rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
+    text = block([record(9, ValueError("x"), step=None)], RankGrid({"data": 64}))
     assert "run failed: rank 9 before the first step" in text
     assert "ranks 0, 1, 2, 3, 4, 5, .. 63 stopped because rank 9 went away." in text
-    found = rank_causes([record(0, PeerGone(PEER), time=2.0), record(1, PeerGone(PEER), time=1.0)], {})
+    found = failed([record(0, PeerGone(PEER), time=2.0), record(1, PeerGone(PEER), time=1.0)])
     assert "rank 1 (host host1; data 0, tensor 1) raised PeerGone; no rank failed by itself" in block(found, GRID)
 
 
 # -- records --------------------------------------------------------------------------------------------------
 
 
-def test_records_survive_the_file_and_only_the_first_rank_reports(tmp_path: Path) -> None:
-    records = [record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"]) for rank in (2, 0)]
-    for each in records:
-        failures.write(tmp_path, each)
-    (tmp_path / "failures" / "rank7.json").write_text("{half")
-    read = failures.read_all(tmp_path)
-    assert [(each.rank, each.message, each.time) for each in read] == [
-        (each.rank, each.message, each.time) for each in reversed(records)
+def test_records_survive_the_file_and_only_the_first_culprit_reports(tmp_path: Path) -> None:
+    attempt_log.append(tmp_path, 0, began=1.0)
+    ends = [record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"]) for rank in (2, 0)]
+    assert attempt_log.record_failure(tmp_path, record(1, PeerGone(PEER)))
+    assert [attempt_log.record_failure(tmp_path, end) for end in ends] == [True, False]
+    with (tmp_path / attempt_log.ROWS).open("a") as file:
+        file.write('{"attempt": 0, "ra\n')
+    read = attempt_log.failed_ranks(tmp_path)
+    assert [(end.rank, end.message, end.time) for end in read[:2]] == [
+        (end.rank, end.message, end.time) for end in ends
     ]
-    assert [failures.is_first_to_report(tmp_path) for _ in range(3)] == [True, False, False]
-    failures.clear(tmp_path)
-    assert failures.read_all(tmp_path) == []
-    assert [failures.is_first_to_report(folder) for folder in (tmp_path, None, None)] == [True, True, True]
+    attempt_log.append(tmp_path, 0, began=2.0)
+    assert attempt_log.failed_ranks(tmp_path) == [], "another launch"
+    assert attempt_log.record_failure(tmp_path / "gone", ends[0])
 
 
 def test_the_record_of_a_stuck_rank_holds_its_stack(tmp_path: Path) -> None:
@@ -213,9 +219,10 @@ def test_the_record_of_a_stuck_rank_holds_its_stack(tmp_path: Path) -> None:
     entered.wait()
     assert thread.ident is not None
     for step, words in ((3, "did not reach the end of its step within 4 s"), (None, "had not come to its first step")):
-        run = RankRun(1, StopSignals(), folder=tmp_path, step=step)
+        run = RankRun(1, StopSignals(), has_launcher=False, folder=tmp_path / str(step), step=step)
+        run.folder.mkdir()
         rank_failure.write_hard_end(run, thread.ident)
-        (stuck,) = failures.read_all(tmp_path)
+        (stuck,) = attempt_log.failed_ranks(run.folder)
         assert words in stuck.message
         assert "endless_loop_of_the_user" in stuck.traceback
     leave.set()

@@ -19,7 +19,7 @@ from helpers.launching import LAUNCH, TINY, finish, launch, start
 from colossus import machine
 from colossus.config import ConfigError, load_config
 from colossus.data import workers
-from colossus.launch import advice, failures, run_folder
+from colossus.launch import advice, attempt_log, rank_failure, run_folder
 from colossus.launch.rank_failure import RankRun, fail
 from colossus.launch.report import describe_death
 from colossus.launch.stop import StopSignals
@@ -46,10 +46,10 @@ def limited(script: str, *arguments: str, tmp_path: Path, namespaces: str = "") 
 def test_few_open_files_are_a_rank_s_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "open_files", lambda: 48)
     for error in (native(RuntimeError(f"{GLOO}Too many open files")), OSError(errno.EMFILE, os.strerror(errno.EMFILE))):
-        assert failures.kind_of(error) == "error"
-        said = advice.advise(failures.messages_of(error), CONFIG, 3, None)
+        assert rank_failure.kind_of(error) == "error"
+        said = advice.advise(rank_failure.messages_of(error), CONFIG, 3, None)
         assert said.startswith("a process may open 48 files here (ulimit -n), which are too few")
-    assert failures.kind_of(native(RuntimeError(f"{GLOO}Connection closed by peer"))) == "communication"
+    assert rank_failure.kind_of(native(RuntimeError(f"{GLOO}Connection closed by peer"))) == "communication"
     assert advice.advise(["ValueError: of the user"], CONFIG, 3, None) == ""
     assert 'if it says "Too many open files" above: a process may open 48 files' in describe_death(-6)
     monkeypatch.setattr(machine, "open_files", lambda: 65536)
@@ -107,7 +107,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (1 << 30, "a disk is full, or a quota"),
     ):
         monkeypatch.setattr(advice.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        assert words in advice.advise(failures.messages_of(NO_ROOM), CONFIG, 3, tmp_path)
+        assert words in advice.advise(rank_failure.messages_of(NO_ROOM), CONFIG, 3, tmp_path)
 
 
 def test_a_run_that_goes_on_does_not_need_its_config_to_be_written(
@@ -123,10 +123,9 @@ def test_a_run_that_goes_on_does_not_need_its_config_to_be_written(
     )
 
 
-def test_the_record_of_a_failure_has_a_second_place(tmp_path: Path) -> None:
-    """Meet a run folder whose disk is full; here a file is in the way."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / failures.FOLDER).write_text("a file")
+def test_a_failure_is_told_where_its_record_cannot_be_written(tmp_path: Path) -> None:
+    """Meet a run folder whose disk is full; here a folder is in the way."""
+    (tmp_path / "run" / attempt_log.ROWS).mkdir(parents=True)
     code, _, err = launch(tmp_path, TROUBLE="raise")
     assert code == 1
     assert "raised ValueError" in err
@@ -137,10 +136,9 @@ def test_the_record_of_a_failure_has_a_second_place(tmp_path: Path) -> None:
 def test_a_record_without_a_place_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / failures.FOLDER).write_text("a file")
-    monkeypatch.setenv("COLOSSUS_RANK_FILES", str(tmp_path))
+    monkeypatch.setenv("COLOSSUS_RANK_FILES", str(tmp_path / "removed"))
     fail(RankRun(0, StopSignals(), folder=tmp_path, config=CONFIG), ValueError("the one"))
-    assert "no failure record" in (err := capsys.readouterr().err)
+    assert "rank 0: no record of its failure" in (err := capsys.readouterr().err)
     assert "ValueError: the one" in err
 
 

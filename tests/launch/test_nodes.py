@@ -12,7 +12,7 @@ import pytest
 from helpers.launching import Process, children, finish, has_rows, is_running, rows_of, start_nodes, wait_for
 from helpers.long import long
 
-from colossus.launch import run_folder
+from colossus.launch import attempt_log, run_folder
 
 Nodes = tuple[list[Process], Path]
 
@@ -62,7 +62,7 @@ def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: sig
     steps = [row["step"] for row in rows_of(folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)
-    assert not (folder / "failures").exists()
+    assert not attempt_log.failed_ranks(folder)
 
 
 # the first holds the store they speak through; of the other it takes some signs of life to be missed

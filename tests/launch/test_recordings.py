@@ -13,8 +13,8 @@ from helpers.ranks import grid, run_ranks
 
 from colossus.comm import collectives, flight_recorder, log
 from colossus.context.parallel_context import ParallelContext
-from colossus.launch import failures, rank_failure
-from colossus.launch.failures import FailureRecord
+from colossus.launch import attempt_log, rank_failure, recordings
+from colossus.launch.ends import RankEnd
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.recordings import who_is_missing
 from colossus.launch.stop import StopSignals
@@ -31,7 +31,7 @@ def begun(number: int, what: str = "all_reduce [4x8 bfloat16]", axes: str = ALL,
 def missing(*of_ranks: list[Begun] | None) -> list[str]:
     """Of ranks that have begun these; None: one that has left no record."""
     records = [
-        FailureRecord(rank, "communication", "RuntimeError", "timeout", "", progress=each)
+        RankEnd(rank, kind="communication", message="timeout", progress=each)
         for rank, each in enumerate(of_ranks)
         if each is not None
     ]
@@ -63,7 +63,7 @@ def test_what_else_ranks_may_wait_for(others: list[Begun] | None, words: str | N
     assert words is None or words in lines[0]
 
 
-def _one_stays_away(context: ParallelContext) -> FailureRecord:
+def _one_stays_away(context: ParallelContext) -> RankEnd:
     """Four ranks, of which the last does not come to the third sum over data; what each would leave behind."""
     data, tensor = context.group("data"), context.group("tensor")
     for _ in range(2):
@@ -72,12 +72,12 @@ def _one_stays_away(context: ParallelContext) -> FailureRecord:
     if context.rank != 3:
         collectives.all_reduce(torch.ones(7), data, what="of rank 1" if context.rank == 1 else "")
     time.sleep(0.2)
-    return failures.of_exception(RuntimeError("timeout"), context.rank, progress=log.progress())
+    return rank_failure.of_exception(RuntimeError("timeout"), context.rank, progress=log.progress())
 
 
 def test_of_real_groups() -> None:
     records = run_ranks(4, _one_stays_away, plan=GRID)
-    told = [FailureRecord(**json.loads(json.dumps(vars(record)))) for record in records]
+    told = [RankEnd(**json.loads(json.dumps(vars(record)))) for record in records]
     (line,) = who_is_missing(None, told, GRID)
     assert line.startswith("rank 1 waits in #3 all_reduce of rank 1 [7 float32] at")
     assert "tests/launch/test_recordings.py:" in line
@@ -88,7 +88,7 @@ def test_of_real_groups() -> None:
 
 
 def _run_of(folder: Path) -> RankRun:
-    return RankRun(1, StopSignals(), folder=folder, grid=GRID, step=3)
+    return RankRun(1, StopSignals(), has_launcher=False, folder=folder, grid=GRID, step=3)
 
 
 def _pretend_nccl(monkeypatch: pytest.MonkeyPatch, *, pending: bool = True) -> None:
@@ -130,14 +130,16 @@ def test_a_collective_that_nccl_gives_up_is_a_failure_record(
     process.join(20.0)
     process.kill()
     assert process.exitcode == 1
-    (record,) = failures.read_all(tmp_path)
+    (record,) = attempt_log.failed_ranks(tmp_path)
     assert (record.rank, record.kind, record.step) == (1, "communication", 3)
     assert record.message.startswith(message)
     assert "time.sleep(30.0)" in record.traceback  # what the main thread was in
     assert record.is_timeout == (group[1] == "TIMEOUT")
-    assert failures.recording_of(tmp_path, 1).exists()
+    assert recordings.recording_of(tmp_path, 1).exists()
     (torchs,) = who_is_missing(tmp_path, [], GRID)
-    assert torchs == f"torch has recorded more, which `torchfrtrace` reads: {tmp_path}/failures/flight_recorder_rank_*"
+    assert (
+        torchs == f"torch has recorded more, which `torchfrtrace` reads: {tmp_path}/recordings/flight_recorder_rank_*"
+    )
     assert (tmp_path / "flushed").exists()
-    failures.clear(tmp_path)
-    assert not (tmp_path / failures.FOLDER).exists()
+    recordings.remove_recordings(tmp_path)
+    assert not (tmp_path / recordings.FOLDER).exists()

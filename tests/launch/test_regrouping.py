@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.host_faults import ENDLESS, differences, lose_and_take_back
@@ -25,13 +23,9 @@ from helpers.launching import (
 from helpers.ports import free_port
 from helpers.restart_faults import CONFIG, restarts_of
 
-from colossus.config import ConfigError, load_config, state_config
-from colossus.context.grid import build_grid
-from colossus.launch.failures import FailureRecord
+from colossus.config import ConfigError, state_config
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.nodes import _seniority
-from colossus.launch.outcome import NodeEnd, Outcome, RankExit
-from colossus.launch.report import report
 
 
 @pytest.mark.long
@@ -147,36 +141,3 @@ def test_a_range_that_cannot_be_is_refused(overrides: str, message: str) -> None
 def test_those_that_were_there_come_first_in_their_order() -> None:
     before = [None, 1, None, 0]
     assert sorted(range(4), key=lambda place: _seniority(before[place], place)) == [3, 1, 0, 2]
-
-
-def stopped(**more: Any) -> Outcome:
-    return Outcome({0: RankExit(143, after_stop=True)}, **more)
-
-
-def test_a_stop_for_newcomers_is_told_from_others() -> None:
-    asked = NodeEnd({1: RankExit(143)}, regroups=True)
-    assert stopped(others=[asked]).is_regrouped
-    assert stopped(regroups=True).is_regrouped
-    assert not stopped().is_regrouped
-    assert not stopped(others=[asked], gone=["node 2"]).is_regrouped
-    assert not stopped(others=[asked], late_signum=signal.SIGINT).is_regrouped
-    assert not stopped(others=[NodeEnd({1: RankExit(-9)}, regroups=True)]).is_regrouped
-    leaving = NodeEnd({1: RankExit(143)}, signum=signal.SIGTERM, leaves=True)
-    assert stopped(others=[leaving]).is_regrouped
-    assert not stopped(others=[leaving], signum=signal.SIGTERM).is_regrouped
-    assert not stopped(leaves=True, signum=signal.SIGTERM).is_regrouped
-    assert not Outcome({0: RankExit(0)}, others=[NodeEnd({1: RankExit(0)}, regroups=True)]).is_regrouped  # through
-    early = FailureRecord(0, "stuck", "Stuck", "had not come to its first step when it was ended", "")
-    assert Outcome({0: RankExit(143, after_stop=True)}, records=[early], regroups=True).is_regrouped
-    stuck = replace(early, step=3)
-    assert not Outcome({0: RankExit(143, after_stop=True)}, records=[stuck], regroups=True).is_regrouped
-
-
-def test_a_node_that_leaves_when_all_is_done_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    leaving = NodeEnd({1: RankExit(0)}, signum=signal.SIGTERM, leaves=True)
-    config = load_config(dict(parallel=dict(data=2)))
-    done = Outcome({0: RankExit(0)}, others=[leaving])
-    assert not done.is_regrouped
-    assert report(done, config, build_grid(config.parallel)) == 0
-    assert report(replace(done, signum=signal.SIGTERM), config, build_grid(config.parallel)) == 143
-    assert "stopped by SIGTERM" in capsys.readouterr().out

@@ -7,10 +7,8 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +17,13 @@ from helpers.launching import LAUNCH, children, finish, has_rows, is_running, ro
 from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
-from colossus.launch import agent, command, failures, rank_processes, restarts, run_folder
-from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import Outcome, RankExit
+from colossus.config.launch_section import RestartsSection
+from colossus.launch import agent, attempt_log, command, rank_processes, run_folder
+from colossus.launch.attempts import Attempts
+from colossus.launch.decide import Restart, Rollback, Stop, decide
+from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.restart_checks import check_restart_keys
-from colossus.launch.restarts import Restarts
 from colossus.launch.resume import RunStart
-from colossus.launch.stop import STOP_SIGNALS
 
 COMMAND = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run"]
 
@@ -50,7 +48,7 @@ def test_the_same_error_at_the_same_step_is_not_waited_for(tmp_path: Path) -> No
     assert err.rstrip().endswith("no restart: rank 1 has raised the same error in step 6 before")
     assert [row["step"] for row in rows_of(folder / "run")] == [1, 2, 3, 4, 5]
     assert len(restarts_of(folder)) == 1
-    assert [record.rank for record in failures.read_all(folder / "run")] == [0, 1]
+    assert [end.rank for end in attempt_log.failed_ranks(folder / "run")] == [1, 0]
 
 
 def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path) -> None:
@@ -79,7 +77,7 @@ def test_a_stop_is_no_failure(tmp_path: Path, target: str, signum: int) -> None:
     code, out, err = finish(process)
     assert (code, err) == (128 + signum, "")
     assert f"stopped by {signal.Signals(signum).name} after step" in out
-    assert not (tmp_path / "run" / restarts.ROWS).exists()
+    assert not restarts_of(tmp_path)
 
 
 def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
@@ -102,8 +100,9 @@ def test_servers_are_started_again_with_their_workers(tmp_path: Path) -> None:
     wait_for(lambda: has_rows(process, tmp_path / "run", 3), process.pid)
     first = servers_of(process.pid)
     os.kill(first[0], signal.SIGKILL)
-    rows = tmp_path / "run" / restarts.ROWS
-    wait_for(lambda: process.poll() is not None or (rows.exists() and rows.stat().st_size > 0), process.pid)
+    wait_for(
+        lambda: process.poll() is not None or any("from_step" in row for row in restarts_of(tmp_path)), process.pid
+    )
     second = servers_of(process.pid)
     assert (len(first), len(second), set(first) & set(second)) == (2, 2, set())
     (row,) = restarts_of(tmp_path)
@@ -120,91 +119,62 @@ def servers_of(launcher: int) -> list[int]:
     return [pid for pid in children(launcher) if os.readlink(f"/proc/{pid}/fd/1").endswith(".log")]
 
 
-# -- the decision ---------------------------------------------------------------------------------------------
+# -- the record of attempts -----------------------------------------------------------------------------------
 
 
-def record(
-    kind: Any = "error", type_: str = "ValueError", message: str = "boom", step: int | None = 4
-) -> FailureRecord:
-    return FailureRecord(0, kind, type_, message, "", step=step)
+def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(lambda: RunStart(tmp_path, None, ()))
+    spike, death = RankEnd(0, 1, kind="error", type="LossSpike", step=6, rollback=(5, None)), RankEnd(0, -9)
+    orders = []
+    for cause, trains in ((death, True), (spike, False), (death, True), (death, True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempts.number))
+        attempts.begin()
+        orders.append(attempt_log.pending_rollback(tmp_path))
+        if trains:
+            attempt_log.record_start(tmp_path, 3, tmp_path)
+        end = AttemptEnd({0: cause}, folder=tmp_path)
+        attempts.record(end, decide(end, attempts.history, RestartsSection(max=9), 100.0 + attempts.number))
+    assert orders == [None, None, Rollback(5, None, 101.0), None]
+    rows = attempt_log.read(tmp_path)
+    assert [row["from_step"] for row in rows.values() if "from_step" in row] == [3, 3, 3]
+    assert [row["cause"].split(":")[0] for row in rows.values()] == [
+        "rank 0 was killed by SIGKILL",
+        "rank 0 at step 6 raised LossSpike",
+        "rank 0 was killed by SIGKILL",
+        "rank 0 was killed by SIGKILL",
+    ]
+    assert rows[1]["ranks"][0].error == spike.error
+    assert Attempts(lambda: RunStart(tmp_path, None, ())).begin().folder == tmp_path
+    assert [*attempt_log.read(tmp_path)] == [0], "another launch in the same folder"
 
 
-def make_restarts(folder: Path, **section: Any) -> Restarts:
-    config = load_config(CONFIG, [f"launch.restarts={section!r}"])
-    restarts = Restarts(config, lambda: RunStart(folder, None, ()))
-    restarts.begin()
-    return restarts
+def test_a_node_that_becomes_the_first_has_the_history(tmp_path: Path) -> None:
+    first, second = Attempts(lambda: RunStart(tmp_path, "auto", ())), Attempts(partial(pytest.fail, "begins anew"))
+    first.begin()
+    second.receive(tmp_path, json.loads(json.dumps(first.shared())))
+    error = RankEnd(0, 1, kind="error", type="ValueError", message="boom", step=6)
+    end = AttemptEnd({1: RankEnd(1, 143, after_stop=True)}, folder=tmp_path, node=1, others={0: NodeEnd({0: error})})
+    assert isinstance(second.record(end, decide(end, second.history, RestartsSection(max=9), 1.0)), Restart)
+    assert "ended" not in attempt_log.read(tmp_path)[0], "that is for the first node, which is lost"
+    second.begin()
+    assert attempt_log.read(tmp_path)[0]["cause"] == "rank 0 at step 6 raised ValueError: boom"
+    third = Attempts(partial(pytest.fail, "begins anew"))
+    third.receive(tmp_path, json.loads(json.dumps(second.shared())))
+    assert isinstance(decide(end, third.history, RestartsSection(max=9), 2.0), Stop)
+    for attempts in (first, second):
+        attempts.close()
 
 
-def follows(decider: Restarts, folder: Path, failure: FailureRecord | None, code: int = 1, **more: Any) -> bool:
-    failures.clear(folder)
-    if failure is not None:
-        failures.write(folder, failure)
-    outcome = Outcome({0: RankExit(code), 1: RankExit(0)}, folder=folder, **more)
-    return decider.follow(outcome, 1)
-
-
-@pytest.mark.parametrize(
-    ("failure", "more", "does"),
-    [
-        (record(), {}, True),
-        (None, {}, True),  # a death
-        (record("communication", "RuntimeError", "Connection closed by peer"), {}, True),
-        (record(type_="NonFiniteGradients"), {}, False),
-        (None, {"server": "server 1 (host a) was killed"}, True),
-        (record(), {"late_signum": signal.SIGINT}, False),
-        (record(), {"signum": signal.SIGTERM}, False),
-        (None, {"code": 143}, False),  # a stop of a rank, whose save may have failed
-    ],
-)
-def test_after_which_failures_ranks_are_started_again(
-    tmp_path: Path, failure: FailureRecord | None, more: dict[str, Any], does: bool
-) -> None:
-    decider = make_restarts(tmp_path, max=3)
-    assert follows(decider, tmp_path, failure, **more) is does
-    decider.close()
-
-
-def test_errors_are_the_same_by_words_and_step(tmp_path: Path) -> None:
-    decider = make_restarts(tmp_path, max=9)
-    for failure in (record(), record(step=5), record(message="bang"), record("stuck"), record("stuck")):
-        assert follows(decider, tmp_path, failure)
-    assert not follows(decider, tmp_path, record())
-    decider.close()
-
-
-def order_after(decider: Restarts, folder: Path, failure: FailureRecord | None) -> restarts.Order | None:
-    """What ranks are told that are started again."""
-    assert follows(decider, folder, failure)
-    decider.receive_history(folder, json.loads(json.dumps(decider.history())))
-    return restarts.order_of_restart()
-
-
-def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path) -> None:
-    decider, spike = make_restarts(tmp_path, max=9), replace(record(type_="LossSpike", step=6), rollback=(5, None))
-    first = order_after(decider, tmp_path, spike)
-    assert first is not None
-    assert first[:2] == (5, None)
-    assert order_after(decider, tmp_path, None) == first, "a rank has died before the first step"
-    restarts.record_restart(tmp_path, 3, tmp_path)
-    assert order_after(decider, tmp_path, None) == restarts.Order()
-    later = order_after(decider, tmp_path, replace(record(type_="ReplicasDiffer", step=8), rollback=(6, 0)))
-    assert later is not None
-    assert later[:2] == (6, 0)
-    assert later.time > first.time
-    assert not follows(decider, tmp_path, spike), "the same spike again"
-    decider.close()
-    assert restarts.order_of_restart() is None
-    rows = [json.loads(line) for line in (tmp_path / restarts.ROWS).read_text().splitlines()]
-    assert [(row["restart"], row.get("from_step")) for row in rows] == [(1, None), (2, 3)]
-
-
-def test_what_would_come_again_needs_a_way_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    decider = make_restarts(tmp_path, max=9)
-    for type_, words in (("LossSpike", "on_spike.action=rollback leaves"), ("ReplicasDiffer", "on_mismatch=restart")):
-        assert not follows(decider, tmp_path, record(type_=type_))
-        assert words in capsys.readouterr().err
-    decider.close()
+def test_an_order_to_go_back_that_cannot_be_written_is_not_forgotten(tmp_path: Path) -> None:
+    attempts = Attempts(lambda: RunStart(tmp_path, None, ()))
+    attempts.begin()
+    (tmp_path / attempt_log.ROWS).unlink()
+    (tmp_path / attempt_log.ROWS).mkdir()
+    end = AttemptEnd({0: RankEnd(0, -9)}, folder=tmp_path)
+    assert attempts.record(end, Restart(count=1)) == Restart(count=1)
+    stop = attempts.record(end, Restart(Rollback(5, None, 1.0), count=1))
+    assert isinstance(stop, Stop)
+    assert "the order to go back cannot be written" in stop.reason
 
 
 @pytest.mark.parametrize(
@@ -234,16 +204,6 @@ def test_what_can_go_back_is_not_refused() -> None:
     check_restart_keys(load_config(CONFIG, ["train.on_spike=dict(factor=3.0,action='raise')", "checkpoint.every=0"]))
 
 
-def test_restarts_are_counted_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decider, seen = make_restarts(tmp_path, max=2, within="1h"), []
-    for now in (0.0, 1000.0, 3599.0, 3601.0, 4000.0, 8000.0):
-        clock = SimpleNamespace(time=partial(float, now))
-        monkeypatch.setattr(restarts, "time", clock)
-        seen.append(follows(decider, tmp_path, None))
-    assert seen == [True, True, False, True, False, True]
-    decider.close()
-
-
 # -- where there are none -------------------------------------------------------------------------------------
 
 
@@ -270,23 +230,23 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
         pytest.fail("the launcher has heard of no stop")
 
     with agent.restored_signals():
-        restarts = Restarts(load_config(CONFIG), partial(pytest.fail, "the attempt began"))
-        stopped = agent.run_workers(agent.Job(plan, load_config(CONFIG), (str(CONFIG),), 2), restarts)
+        attempts = Attempts(partial(pytest.fail, "the attempt began"))
+        stopped = agent.run_workers(agent.Job(plan, load_config(CONFIG), (str(CONFIG),), 2), attempts)
     assert (stopped.signum, stopped.late_signum) == (signal.SIGUSR1, signal.SIGTERM)
 
 
 def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    outcome = Outcome()
+    end = AttemptEnd()
     with agent.restored_signals():
-        rank_processes.note_stop_signals(outcome)
+        rank_processes.note_stop_signals(end)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert outcome.late_signum == signal.SIGINT
+        assert end.late_signum == signal.SIGINT
         begin = partial(pytest.fail, "the next attempt began")
         job = agent.Job(partial(pytest.fail, "a plan was made"), load_config(CONFIG), (str(CONFIG),), 2)
-        stopped = agent.run_workers(job, Restarts(load_config(CONFIG), begin), outcome)
-    assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
+        stopped = agent.run_workers(job, Attempts(begin), end)
+    assert (stopped.signum, stopped.ranks) == (signal.SIGINT, {})
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
 
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import NodeEnd, Outcome, RankExit
+from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.servers import describe_servers, servers_of_nodes
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
@@ -119,11 +118,11 @@ def test_where_servers_are_in_words() -> None:
 
 def test_how_a_node_has_ended_is_the_same_on_the_others() -> None:
     told = TypeAdapter(NodeEnd)
-    record = FailureRecord(0, "error", "E", "m", "t", progress=[("data", 1, "all_reduce", "model.py:3", True)])
-    mine = Outcome({3: RankExit(1)}, None, [record], "server 2 (host a, process 5) was killed", folder=Path("run"))
+    rank = RankEnd(3, 1, kind="error", progress=[("data", 1, "all_reduce", "model.py:3", True)], time=7.25)
+    mine = AttemptEnd({3: rank}, None, "server 2 (host a, process 5) was killed", folder=Path("run"))
     end = told.validate_json(told.dump_json(mine))
-    assert (end.exits, end.server, end.is_good, type(end)) == (mine.exits, mine.server, False, NodeEnd)
-    assert end.records[0].time == record.time
+    assert (end.server, end.is_good, type(end)) == (mine.server, False, NodeEnd)
+    assert (end.ranks[3].error, end.ranks[3].progress) == (rank.error, [["data", 1, "all_reduce", "model.py:3", True]])
 
 
 # -- a worker that dies ---------------------------------------------------------------------------------------

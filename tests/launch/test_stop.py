@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from colossus.launch import rank_processes, stop
-from colossus.launch.outcome import Outcome
+from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, RankEnd
 from colossus.launch.rank_processes import RankProcesses
-from colossus.launch.stop import STOP_SIGNALS, RankFiles, StopSignals, made_rank_files
+from colossus.launch.stop import RankFiles, StopSignals, made_rank_files
 from colossus.python_process import python_words
 
 
@@ -136,8 +137,8 @@ while time.monotonic() < until and not os.path.exists(os.path.join(folder, "hurr
     open(os.path.join(folder, rank + ".beat"), "w").close()
     time.sleep(0.05)
 if finishes:
-    with open(os.path.join(folder, rank + ".finished"), "w") as file:
-        file.write("143\\n")
+    with open(os.path.join(folder, rank + ".end"), "w") as file:
+        file.write('{"rank": %s, "code": 143, "kind": "finished"}' % rank)
 sys.exit(143)
 """
 
@@ -146,8 +147,8 @@ class Ranks:
     """Processes that take their time after a SIGTERM, and what their launcher sees of their end."""
 
     def __init__(self, folder: Path) -> None:
-        self.files, self.outcome = RankFiles(folder), Outcome()
-        self._processes = RankProcesses(self.outcome, self.files)
+        self.files, self.attempt = RankFiles(folder), AttemptEnd()
+        self._processes = RankProcesses(self.attempt, self.files)
 
     def start(self, number: int, beats: float = 0.0, finishes: bool = True, deaf: bool = False) -> None:
         folder = self.files.folder
@@ -158,10 +159,10 @@ class Ranks:
         while not (folder / f"ready{number}").exists():
             time.sleep(0.01)
 
-    def end(self, can_save: bool = True) -> dict[int, int]:
+    def end(self, can_save: bool = True) -> dict[int, int | None]:
         """Exit codes."""
         self._processes.end_all(signal.SIGTERM, lambda: can_save)
-        return {number: ended.code for number, ended in self.outcome.exits.items()}
+        return {number: end.code for number, end in self.attempt.ranks.items()}
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
     codes = ranks.end(can_save=reason != "a rank has failed")
     assert time.monotonic() - began < 15.0
     assert set(codes.values()) == {143}
-    assert ranks.outcome.is_hurried == (reason == "Ctrl-C again")
+    assert ranks.attempt.is_hurried == (reason == "Ctrl-C again")
 
 
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +224,17 @@ def test_ranks_and_launcher_tell_each_other_things_through_files(monkeypatch: py
     monkeypatch.delenv("COLOSSUS_RANK_FILES", raising=False)
     alone = RankFiles()  # without a launcher nobody asks
     alone.beat(3)
-    alone.finish(3, 0)
+    with contextlib.suppress(OSError):
+        alone.write_end(RankEnd(3, 0))
     assert not alone.is_hurried()
     monkeypatch.setenv("COLOSSUS_RANK_FILES", "set back")
     with made_rank_files() as files:
         mine = RankFiles()
-        assert (files.last_beat(3), files.finished_code(3)) == (None, None)
+        assert (files.last_beat(3), files.read_end(3)) == (None, RankEnd(3))
         mine.beat(3)
-        mine.finish(3, 143)
+        mine.write_end(RankEnd(3, 143, kind="finished", progress=[("data", 1)]))
         assert files.last_beat(3) is not None
-        assert files.finished_code(3) == 143
+        assert files.read_end(3) == RankEnd(3, 143, kind="finished", progress=[["data", 1]])
         files.hurry()
         assert mine.is_hurried()
     mine.beat(3)  # the launcher is gone

@@ -1,0 +1,135 @@
+"""The record of a run's attempts: ``attempts.jsonl`` in the run folder, of launcher and ranks. No torch.
+
+A row has the number of its attempt, and what is known of it by then: that it ``began``; that its ranks train, with the
+cost of a restart (`record_start`); that it ``ended``, with the ranks that failed and the decision. Rows with the same
+number complete each other, and a row that begins attempt 0 begins another launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from colossus.arithmetic import counted
+from colossus.launch import run_folder
+from colossus.launch.decide import Rollback
+from colossus.launch.ends import RankEnd, failed
+from colossus.launch.run_metrics import RunMetrics
+from colossus.monitor.row_file import append_whole
+
+ROWS = "attempts.jsonl"
+
+
+def append(folder: Path, attempt: int, **facts: Any) -> bool:
+    """Append a row; return whether it is in the file, which a full disk does not take."""
+    try:
+        file = os.open(folder / ROWS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            append_whole(file, (json.dumps({"attempt": attempt, **facts}) + "\n").encode())
+        finally:
+            os.close(file)
+    except OSError:
+        return False
+    return True
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return number -> all that is known of each attempt of the last launch; ``ranks`` are its failed ranks."""
+    attempts: dict[int, dict[str, Any]] = {}
+    with suppress(OSError):
+        for line in (folder / ROWS).read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # an incomplete row
+                row = json.loads(line)
+                if row["attempt"] == 0 and "began" in row:
+                    attempts.clear()
+                attempt = attempts.setdefault(row["attempt"], {"ranks": []})
+                ranks = [*attempt["ranks"], *row.get("ranks", [])]
+                attempt |= {**row, "ranks": [RankEnd(**end) if isinstance(end, dict) else end for end in ranks]}
+    return attempts
+
+
+def failed_ranks(folder: Path) -> list[RankEnd]:
+    """Return the ranks that failed in the last attempt, the most likely culprit first."""
+    attempts = read(folder)
+    return failed(attempts[max(attempts)]["ranks"]) if attempts else []
+
+
+def this_attempt() -> int:
+    """Return the number of this rank's attempt, which our launcher and torchrun set."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def record_failure(folder: Path, end: RankEnd) -> bool:
+    """Write the failure of a rank without a launcher of ours; return whether no other culprit was before it."""
+    attempt = this_attempt()
+    append(folder, attempt, ranks=[end.facts()])
+    culprits = [rank for rank in read(folder).get(attempt, {}).get("ranks", ()) if rank.kind == "error"]
+    return not culprits or culprits[0].rank == end.rank
+
+
+def pending_rollback(folder: Path) -> Rollback | None:
+    """Return the order to go back that this attempt follows: until its ranks train, that of the attempts before it."""
+    attempts = read(folder)
+    for attempt in range(this_attempt() - 1, -1, -1):
+        past = attempts.get(attempt, {})
+        if (rollback := past.get("rollback")) is not None:
+            return Rollback(*rollback)
+        if "from_step" in past:
+            return None
+    return None
+
+
+def record_start(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
+    """Record that the ranks train, and write and print the cost of a restart, if this is one.
+
+    The first rank calls this before its first step, and before rows of metrics are removed.
+
+    Args:
+        folder: the run folder.
+        completed_steps: the step of the checkpoint from which the run resumes.
+        resumed_from: that checkpoint; None where the run begins at the first step.
+    """
+    attempt = this_attempt()
+    if not attempt:
+        append(folder, attempt, from_step=completed_steps)
+        return
+    attempts = read(folder)
+    trained = (number for number in range(attempt - 1, 0, -1) if "from_step" in attempts.get(number, {}))
+    began = attempts.get(next(trained, 0), {}).get("began", time.time())
+    cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, began)
+    append(folder, attempt, **cost)
+    repeated = counted(cost["steps_redone"], "step")
+    where = f"from {resumed_from}" if resumed_from is not None else "from the beginning, since nothing was saved"
+    print(
+        f"colossus: restarted after step {completed_steps}, {where}: {repeated} to repeat, "
+        f"{cost['seconds_lost']:.1f} s are lost",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _cost(metrics: RunMetrics, completed_steps: int, began: float) -> Mapping[str, Any]:
+    """Return the cost of a restart as a part of its row.
+
+    It has the step of the checkpoint, the number of steps that are trained again, and the seconds from the beginning of
+    these steps in the failed attempt until now.
+
+    Args:
+        metrics: the metrics of the run.
+        completed_steps: the step of the checkpoint.
+        began: the time at which the attempt that trained last began.
+    """
+    since, redone = began, 0
+    for row in metrics.rows:
+        if row["step"] <= completed_steps:
+            since = max(since, row["time"])
+        else:
+            since = since if redone else row["time"] - row["step_seconds"]
+            redone += 1
+    return {"from_step": completed_steps, "steps_redone": redone, "seconds_lost": time.time() - since}
