@@ -196,6 +196,9 @@ class Train(Section):
     eval_batches: Count = 10
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
+    #: most tokens of a microbatch of a data rank, padding counted: microbatches have as many samples as fit, of data
+    #: with an attribute ``lengths``; None: equal microbatches, schedule.microbatches of them
+    tokens_per_microbatch: Count | None = None
     #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
     batch_ramp: BatchRamp | None = None
     #: key of an entry of a batch -> its dim of samples, if not 0 (position_ids of shape [3, samples, tokens]); None:
@@ -221,6 +224,16 @@ class Train(Section):
     def _ramp_ends_at_the_batch(self) -> Train:
         if self.batch_ramp is not None:
             self.batch_ramp.require_end(self.global_batch_size)
+        return self
+
+    @model_validator(mode="after")
+    def _budget_chooses_samples(self) -> Train:
+        keys = [key for key in ("batch_dims", "samples_interact") if getattr(self, key)]
+        if self.tokens_per_microbatch is not None and keys:
+            raise ValueError(
+                f"tokens_per_microbatch = {self.tokens_per_microbatch} chooses the samples of a microbatch by their "
+                f"lengths, and pads dim 1: leave out {' and '.join(keys)}"
+            )
         return self
 
     @model_validator(mode="after")

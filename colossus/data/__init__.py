@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colossus.data.batch import Microbatches
     from colossus.data.documents.chat import Chat
     from colossus.data.documents.columns import HuggingFaceDataset, Parquet
     from colossus.data.documents.encoder import Text
@@ -33,6 +34,7 @@ __all__ = [
     "Loader",
     "Loaders",
     "MegatronDocuments",
+    "Microbatches",
     "Mix",
     "Packed",
     "Parquet",
@@ -66,6 +68,7 @@ __getattr__, __dir__ = lazy_names(
         "Loader": "loader",
         "Loaders": "loader",
         "MegatronDocuments": "documents.token_documents",
+        "Microbatches": "batch",
         "Mix": "mix",
         "Packed": "documents.packed",
         "Parquet": "documents.columns",

@@ -7,9 +7,9 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,20 @@ from colossus.nest import leaves, map_leaves
 from colossus.registry import nearest
 
 Batch = Any
+
+
+class Microbatches(NamedTuple):
+    """A data rank's batch of a step, in microbatches of different shapes (`colossus.data.token_budget`).
+
+    All data ranks have equally many.
+
+    Attributes:
+        batches: the microbatches.
+        samples: for each the numbers of its samples in the global batch, int64 [b]; -1: padding.
+    """
+
+    batches: Sequence[Batch]
+    samples: Sequence[torch.Tensor]
 
 
 def map_batch(fn: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -112,7 +126,7 @@ def repeat_batch(batch: Batch, times: int) -> Batch:
             return np.concatenate([leaf] * times) if leaf.ndim else leaf
         return leaf * times if isinstance(leaf, list) else leaf
 
-    return map_leaves(repeat, batch, is_leaf=lambda value: _has_one_per_sample(value, size))
+    return map_leaves(repeat, batch, is_leaf=lambda value: has_one_per_sample(value, size))
 
 
 def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
@@ -218,7 +232,8 @@ def _samples_first(dim: int, ndim: int) -> list[int]:
     return [*range(dim, min(dim + 2, ndim)), *range(dim), *range(dim + 2, ndim)]
 
 
-def _has_one_per_sample(value: Any, size: int) -> bool:
+def has_one_per_sample(value: Any, size: int) -> bool:
+    """Return whether a value is a list of things that are no tensors, with one entry for each of ``size`` samples."""
     return isinstance(value, list) and len(value) == size and next(_arrays(value), None) is None
 
 
@@ -228,7 +243,7 @@ def _slice(batch: Batch, part: slice, size: int) -> Batch:
             return leaf[part] if leaf.ndim else leaf
         return leaf[part] if isinstance(leaf, list) else leaf
 
-    return map_leaves(cut, batch, is_leaf=lambda value: _has_one_per_sample(value, size))
+    return map_leaves(cut, batch, is_leaf=lambda value: has_one_per_sample(value, size))
 
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:

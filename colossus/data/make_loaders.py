@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from colossus.data.loader import Loader, Loaders, ValidationLoader
 from colossus.data.sampler import BatchShard, local_batch_size
 from colossus.data.sources import MapSource, Source
 from colossus.data.streams import SampleStream, StreamSource
+from colossus.data.token_budget import TokenBudget, budget_of
 from colossus.data.tokenizer import require_same_tokens, tokenizer_of
 from colossus.data.tokens import TooLittleData
 from colossus.random import check_seed
@@ -109,6 +110,7 @@ def build_loaders(
     eval_batch_size: int | None = None,
     batch_ramp: BatchRamp | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    budget: TokenBudget | None = None,
 ) -> Loaders:
     """Return the loaders for a section ``data`` of a config.
 
@@ -128,6 +130,7 @@ def build_loaders(
         eval_batch_size: samples of a validation batch over all data ranks; by default ``global_batch_size``.
         batch_ramp: ramp of training batches that grow to ``global_batch_size``.
         batch_dims: ``train.batch_dims``.
+        budget: the budget of ``train.tokens_per_microbatch``, for training and validation.
 
     Raises:
         ValueError: if sizes do not divide, names or options are unknown, or data cannot be read as stated.
@@ -145,7 +148,7 @@ def build_loaders(
     if pairs is not None and (own := spec.options.get("pairs", pairs)) != pairs:
         raise ValueError(f"data.pairs = {own}, but model.pairs = {pairs}: remove data.pairs")
     dims = batch_dims or {}
-    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, True, batch_ramp, dims)
+    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, True, batch_ramp, dims, budget=budget)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
     train = Loader(_make_source(train_data, train_shard, spec.reading_options), device=device)
@@ -160,7 +163,8 @@ def build_loaders(
             f"{global_batch_size}: use more data, or set train.global_batch_size to {train.source.num_samples} or less"
         )
 
-    eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False, batch_dims=dims)
+    eval_budget = None if budget is None else replace(budget, least=1)
+    eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False, batch_dims=dims, budget=eval_budget)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
     if eval_data is train_data and isinstance(source, StreamSource) and source.stateful is not None:
@@ -209,6 +213,7 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         eval_batch_size=train.eval_batch_size,
         batch_ramp=train.batch_ramp,
         batch_dims=train.batch_dims,
+        budget=budget_of(config),
     )
 
 
@@ -262,6 +267,11 @@ def _make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any
                 f"dataset that divides its samples by torch.utils.data.get_worker_info()"
             )
         return SampleStream(data, shard, options)
+    if shard.budget is not None and not _is_map_style(data):
+        raise ValueError(
+            f"train.tokens_per_microbatch is for a dataset whose samples are read by number (__getitem__ and __len__) "
+            f"and which says their lengths, but {name} yields batches, or samples, one after the other"
+        )
     if _is_map_style(data):
         if options.per_rank:
             raise ValueError(

@@ -93,6 +93,12 @@ class Mix(BatchedDataset):
     def __len__(self) -> int:
         return int(self._lengths.sum())
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each sample, [samples], if all sources say those of theirs."""
+        lengths = np.concatenate([source.lengths for source in self.sources.values()])
+        return lengths if self._interleaved is None else lengths[self._interleaved]
+
     def samples_at(self, places: IndexArray) -> IndexArray:
         """Return the samples at positions of the endless sequence, any shape; those of the first source come first."""
         flat = places.reshape(-1)

@@ -23,6 +23,7 @@ import numpy as np
 
 from colossus.arithmetic import either, nearest_multiples
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
+from colossus.data.token_budget import TokenBudget
 from colossus.random import seed_words
 
 _ROUNDS = 8
@@ -52,6 +53,8 @@ class BatchShard:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     #: see `BatchSizes`
     shift: int = 0
+    #: budget of ``train.tokens_per_microbatch``; None: a data rank reads its span of the batch, see `span`
+    budget: TokenBudget | None = None
 
     @functools.cached_property
     def sizes(self) -> BatchSizes:
@@ -101,13 +104,17 @@ class SampleOrder:
         #: number of a block of consecutive steps, and this data rank's samples of each step
         self._block: tuple[int, IndexArray] | None = None
 
+    def size(self, step: int) -> int:
+        """Return the samples of the global batch of a step."""
+        whole = self.shard.sizes.at(step)
+        return whole if self.shard.endless else min(whole, self.num_samples - step * whole)
+
     def span(self, step: int) -> tuple[int, int]:
         """Return the (start, stop) of this data rank's samples in the global batch of a step."""
-        whole = self.shard.sizes.at(step)
-        return self.shard.span(whole if self.shard.endless else min(whole, self.num_samples - step * whole))
+        return self.shard.span(self.size(step))
 
     def indices(self, step: int, span: tuple[int, int]) -> IndexArray:
-        """Return the samples of a step in a span of its global batch; in training the span is that of `span`."""
+        """Return the samples of a step in a span of its global batch; in training the same span of each full batch."""
         sizes, places = self.shard.sizes, np.arange(*span)
         if not self.shard.endless:
             return sizes.before(step) + places

@@ -14,15 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
-from colossus.data.batch import Batch, SampleDims
+from colossus.data.batch import Batch, Microbatches, SampleDims, slice_batch, to_tensors
+from colossus.data.model_input import sequence_length
+from colossus.data.padding import with_rows, with_size
 from colossus.data.sample_marks import NUM_MARKED, Marks, marks_of, marks_of_batch, repeating
-from colossus.data.sampler import BatchShard, SampleOrder
+from colossus.data.sampler import BatchShard, IndexArray, SampleOrder
+from colossus.data.token_budget import Lengths, lengths_of
 from colossus.data.tokens import BatchedDataset
 from colossus.data.workers import require_sendable, require_shared_memory, start_workers
+from colossus.nest import tensors
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 #: a step that stands for the marks of the dataset
@@ -93,6 +98,8 @@ class MapSource(Source):
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
         self.shard, self._options = shard, options
+        if shard.budget is not None:
+            self._lengths = lengths_of(dataset, self.name, shard.budget)
         self._by_step = self._batches(shard)
         #: step at which the run was resumed; the batch may have had another size before
         self._first_step = 0
@@ -130,7 +137,9 @@ class MapSource(Source):
 
     def _batches(self, shard: BatchShard) -> _Batches:
         order = SampleOrder(shard, self.num_samples, getattr(self.dataset, "samples_at", None))
-        return _Batches(self.dataset, order, self._options)
+        if shard.budget is None:
+            return _Batches(self.dataset, order, self._options)
+        return _BudgetedBatches(self.dataset, order, self._options, self._lengths)
 
     def close(self) -> None:
         self._workers = None
@@ -214,9 +223,11 @@ class _Batches(Dataset[Any]):
         if self._reads_batches:
             return self._dataset.batch(indices)
         seeds = self._order.seeds(step, span, indices) if self._seeds_samples else []
-        samples = self._samples(indices.tolist(), seeds)
+        return self._collated(self._samples(indices.tolist(), seeds), step, span[0])
+
+    def _collated(self, samples: list[Any], step: int, first: int) -> Batch:
         if self._seeds_collate:
-            GLOBAL_RNG.seed(derive_seeds(self._order.shard.seed, (step, span[0]))[0])
+            GLOBAL_RNG.seed(derive_seeds(self._order.shard.seed, (step, first))[0])
         return self._collate(samples)
 
     def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
@@ -233,3 +244,58 @@ class _Batches(Dataset[Any]):
         if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
             return list(fetch_all(indices))
         return [self._dataset[index] for index in indices]
+
+
+class _BudgetedBatches(_Batches):
+    """The batches of one data rank in microbatches of a budget of tokens, each padded to its longest sample."""
+
+    def __init__(self, dataset: Any, order: SampleOrder, options: ReadingOptions, lengths: Lengths) -> None:
+        super().__init__(dataset, order, options)
+        assert order.shard.budget is not None
+        self._lengths, self._budget, self._pads = lengths, order.shard.budget, options.collate_fn is None
+
+    def __getitem__(self, step: int) -> Any:
+        if step == _MARKS:
+            return self.marks()
+        shard, whole = self._order.shard, (0, self._order.size(step))
+        indices = self._order.indices(step, whole)
+        seeds = np.array(self._order.seeds(step, whole, indices) if self._seeds_samples else [0] * len(indices))
+        parts = self._budget.cut(self._lengths[indices], shard.data_size)[shard.data_rank]
+        batches, numbers = [], []
+        for places in parts:
+            batch = self._microbatch(step, places if len(places) else np.zeros(1, np.int64), indices, seeds)
+            rows, tokens = self._budget.shape(self._lengths[indices[places]])
+            if not len(places):  # rows of padding, of the shapes and keys of a sample
+                batch = slice_batch(with_size(batch, sequence_length(batch), tokens, 1), 0, 0)
+            batches.append(with_rows(batch, rows))
+            numbers.append(torch.full((rows,), -1))
+            numbers[-1][: len(places)] = torch.from_numpy(places)
+        return Microbatches(tuple(batches), tuple(numbers))
+
+    def _microbatch(self, step: int, places: IndexArray, indices: IndexArray, seeds: np.ndarray) -> Batch:
+        """Return the samples at these places of the global batch, as long as the longest of them, padded."""
+        samples, lengths = indices[places], self._lengths[indices[places]]
+        _, tokens = self._budget.shape(lengths)
+        if self._reads_batches:
+            batch = self._dataset.batch(samples)
+            return with_size(batch, sequence_length(batch), tokens, 1)
+        read = [to_tensors(sample) for sample in self._samples(samples.tolist(), seeds[places].tolist())]
+        if self._pads:
+            pairs = zip(read, samples.tolist(), lengths.tolist(), strict=True)
+            return self._collated([self._padded(*pair, tokens) for pair in pairs], step, int(places[0]))
+        batch = self._collated(read, step, int(places[0]))
+        if (length := sequence_length(batch)) > tokens:
+            raise ValueError(
+                f"data.collate_fn makes {length} tokens of samples whose longest has {int(lengths.max())} by "
+                f"{type(self._dataset).__name__}.lengths ({tokens} with padding): pad to the longest sample alone"
+            )
+        return with_size(batch, length, tokens, 1)
+
+    def _padded(self, sample: Any, number: int, length: int, tokens: int) -> Any:
+        shapes = [(path, list(x.shape)) for path, x in tensors(sample)]
+        if not any(shape and shape[0] == length for _, shape in shapes):
+            raise ValueError(
+                f"sample {number} has {length} tokens by {type(self._dataset).__name__}.lengths, but no tensor with as "
+                f"many in dim 0: {', '.join(f'{path} {shape}' for path, shape in shapes)}"
+            )
+        return with_size(sample, length, tokens, 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.data.batch import batch_size_of
+from colossus.data.batch import Microbatches, batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.data_check import DataCheck
@@ -119,7 +119,7 @@ class Engine:
         Args:
             batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. It is split into
                 ``schedule.microbatches`` along dim 0 (fewer while ``train.batch_ramp`` grows), and each of these over
-                the tensor axes that split a batch.
+                the tensor axes that split a batch. Or `colossus.data.Microbatches`, as many on all ranks.
 
         Returns:
             Loss and gradient norm of the global batch, the same on all ranks.
@@ -142,9 +142,10 @@ class Engine:
                 "an average: leave that block first"
             )
         batch = self.inputs.dims.first(batch)
-        if (prepare := getattr(self.model, "training_batch", None)) is not None:
+        has_budget = isinstance(batch, Microbatches)
+        if not has_budget and (prepare := getattr(self.model, "training_batch", None)) is not None:
             batch = prepare(batch)
-        if self.config.train.batch_ramp is not None or self.config.train.samples_interact:
+        if not has_budget and (self.config.train.batch_ramp is not None or self.config.train.samples_interact):
             self._require_size(batch)
         step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))
         self._begin_run()
@@ -227,7 +228,8 @@ class Engine:
         torch.clear_autocast_cache()  # an autocast block around several steps would use casts of old weights
         step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
-            with self._parallel.batch(replace(batch.info, loss_scale=loss_scale)):
+            self._stages.infos = [replace(info, loss_scale=loss_scale) for info in batch.infos]
+            with self._parallel.batch(self._stages.infos[0]):  # each forward and backward sets its own
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
@@ -270,7 +272,10 @@ class Engine:
         sums = torch.zeros(1 + len(metrics.names), 2, dtype=torch.float64, device=self.device)
         try:
             interact, batch = self._parallel.samples_interact, self.inputs.dims.first(batch)
-            batches = self.inputs.in_one(batch) if interact else [*self.inputs.split_evenly(batch, most)]
+            if isinstance(batch, Microbatches):
+                batches = [(self.inputs.split(batch, len(batch.batches)), 1.0)]
+            else:
+                batches = self.inputs.in_one(batch) if interact else [*self.inputs.split_evenly(batch, most)]
             if spread.size > 1:
                 count = torch.tensor(len(batches), device=self.device)
                 missing = int(collectives.all_reduce(count, spread, op="max").wait()) - len(batches)

@@ -131,6 +131,11 @@ def make_engine(
         holders = holders_of(module, context, strategy.summed_axes, tables)
         updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
+        if whole.routers and config.train.tokens_per_microbatch is not None:
+            raise ValueError(
+                "train.tokens_per_microbatch: routers of experts count padding, too, of which each plan has another "
+                "amount: pack rows of one length in place of it (data = dict(type='Packed', ..))"
+            )
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         dims = SampleDims(config.train.batch_dims)
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad, dims=dims)

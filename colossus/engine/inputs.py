@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from colossus.comm.host_transfer import send_to
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
+    Microbatches,
     SampleDims,
     WholeEntry,
     batch_size_of,
@@ -26,6 +27,7 @@ from colossus.data.batch import (
     slice_batch,
     split_microbatches,
 )
+from colossus.data.model_input import INPUTS, model_input, names_arguments, padding_values, sequence_length
 from colossus.engine.consistency import fingerprint
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import leaves, tensors
@@ -34,8 +36,6 @@ from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import sequence_place, with_sequence
 
-#: label that losses ignore
-IGNORED = -100
 _NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -45,13 +45,13 @@ class StepBatch:
 
     Attributes:
         whole: the batch as it was passed in, the same on all ranks of a model.
-        microbatches: its microbatches, with equal numbers of samples.
-        info: facts that layers may need about it.
+        microbatches: its microbatches, of one shape unless they are `Microbatches`.
+        infos: facts that layers may need about each.
     """
 
     whole: Any
     microbatches: Sequence[Any]
-    info: BatchInfo
+    infos: Sequence[BatchInfo]
 
     @cached_property
     def fingerprint(self) -> int:
@@ -84,10 +84,21 @@ class Inputs:
     def split(self, batch: Any, num_microbatches: int) -> StepBatch:
         """Return a batch with the samples in dim 0 split into microbatches, with facts that layers may need.
 
+        `Microbatches` stay as they are, whatever their number.
+
         Raises:
             ValueError: if the samples do not divide, or there are no tokens to split over the sequence ranks.
         """
         interleaved = model_parallel_of(self._context).interleaves_microbatches
+        if isinstance(batch, Microbatches):
+            if interleaved:
+                raise ValueError(
+                    "a layer of the model mixes the samples of a microbatch (a batch norm), but "
+                    "train.tokens_per_microbatch gives each plan other microbatches: cut a step by "
+                    "schedule.microbatches"
+                )
+            infos = [self._info(part, samples) for part, samples in zip(*batch, strict=True)]
+            return StepBatch(batch, batch.batches, infos)
         microbatches = split_microbatches(batch, num_microbatches, interleaved=interleaved)
         size = batch_size_of(batch)
         info = BatchInfo(
@@ -96,7 +107,11 @@ class Inputs:
             first_sample=self._context.index("data") * size,
             sample_step=num_microbatches if interleaved else 1,
         )
-        return StepBatch(batch, microbatches, info)
+        return StepBatch(batch, microbatches, [info] * num_microbatches)
+
+    def _info(self, microbatch: Any, samples: Tensor) -> BatchInfo:
+        num_tokens = sequence_length(microbatch) if self._sequence is not None else None
+        return BatchInfo(num_tokens=num_tokens, microbatch_size=len(samples), sample_numbers=samples)
 
     def stand_in(self, batch: Any) -> StepBatch:
         """Return a batch of the same kind with the fewest samples, all zeros, for a forward that others wait for."""
@@ -202,27 +217,6 @@ def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     )
 
 
-#: keys of a batch that is a dict: the model's input, and the labels, which only the loss reads
-INPUTS, LABELS = "inputs", "labels"
-
-
-def names_arguments(batch: Any) -> bool:
-    """Return whether a batch is a dict of the model's keyword arguments: one without the key "inputs"."""
-    return isinstance(batch, Mapping) and INPUTS not in batch
-
-
-def model_input(batch: Any) -> Any:
-    """Return the model's input: ``batch["inputs"]``, the first entry of a tuple, or the batch itself.
-
-    For a dict without "inputs" it is all entries but the labels; `ForwardCall` selects those that the model takes.
-    """
-    if names_arguments(batch):
-        return {key: value for key, value in batch.items() if key != LABELS}
-    if isinstance(batch, Mapping):
-        return batch[INPUTS]
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
 class ForwardCall:
     """The call of a model's forward, or of its first pipeline blocks, with the result of `model_input`.
 
@@ -264,18 +258,6 @@ class ForwardCall:
         return forward(*arguments.values())
 
 
-def sequence_length(batch: Any) -> int:
-    """Return the tokens of each sequence of a batch: dim 1 of the model's input.
-
-    Raises:
-        ValueError: if no tensor of it has a dim 1.
-    """
-    for _, x in tensors(model_input(batch)):
-        if x.dim() > 1:
-            return int(x.shape[1])
-    raise ValueError("parallel.sequence splits dim 1 of the model's input, but no tensor of it has two dims")
-
-
 def _has_tokens(x: Tensor, num_tokens: int) -> bool:
     return x.dim() > 1 and x.shape[1] == num_tokens
 
@@ -287,15 +269,14 @@ def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     """
     num_tokens = sequence_length(batch)
     missing = sequence.padded_length(num_tokens) - num_tokens if pad else 0
-    inputs = {id(x) for _, x in tensors(model_input(batch))}
+    values = padding_values(batch)
 
     def shard(x: Tensor) -> Tensor:
+        value = next(values)
         if not _has_tokens(x, num_tokens):
             return x
         if missing:
-            is_label = id(x) not in inputs and not x.is_floating_point() and x.dtype != torch.bool
-            rows = x.new_full((x.shape[0], missing, *x.shape[2:]), IGNORED if is_label else 0)
-            x = torch.cat((x, rows), dim=1)
+            x = torch.cat((x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)), dim=1)
         return sequence.local_shard(x)
 
     return map_batch(shard, batch)

@@ -15,7 +15,7 @@ from colossus.comm.host_transfer import HostRead
 from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.inputs import model_input
+from colossus.data.model_input import model_input
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.layout.parameter import spec_of
 from colossus.nest import tensors

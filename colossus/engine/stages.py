@@ -13,14 +13,15 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.data.model_input import model_input
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_buffers import ForwardBuffers
-from colossus.engine.inputs import ForwardCall, Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, shared_sum
 from colossus.engine.loss_parameters import FirstLoss
 from colossus.layers.deferred_wgrad import DeferredWgrad
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.nest import tensors
 from colossus.random import GlobalRng, hash_key
@@ -46,6 +47,7 @@ class ModelStages:
         observers: called around forwards; the list may change between steps.
         metrics: sums of evaluations beside the loss.
         step: step of the random streams; None in an evaluation.
+        infos: facts about each microbatch of the step or evaluation.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class ModelStages:
         buffers: ForwardBuffers,
     ) -> None:
         self._context, self._last_stage = context, pipeline.last_stage
+        self._parallel = model_parallel_of(context)
         self._forwards = pipeline.stage_forwards(model)
         self._first = ForwardCall(model, is_partitioned=pipeline.partition is not None)
         self._inputs, self.loss_fn, self.buffers = inputs, loss_fn, buffers
         self._first_loss = FirstLoss(
-            context, model, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.num_microbatches
+            context, model, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.most_microbatches
         )
         #: modes (whether in training) in which no loss was checked yet
         self._new_losses = {True, False}
@@ -79,9 +82,11 @@ class ModelStages:
             DeferredWgrad(store.weights) if pipeline.splits_backward else nullcontext()
         )
         self.step: int | None = None
+        self.infos: Sequence[BatchInfo] = ()
         self.observers: list[StepObserver] = []
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
+        self._parallel.batch_info = self.infos[microbatch]
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
             self.buffers.sync()
@@ -132,6 +137,7 @@ class ModelStages:
     def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
         if kind != "backward_weight":  # that half recomputes nothing
             self._context.rng.return_to(microbatch)
+            self._parallel.batch_info = self.infos[microbatch]
         self._store.begin_action()
 
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:

@@ -191,8 +191,8 @@ def is_ours(error: BaseException) -> bool:
 def _check_samples(dataset: Any, options: Any) -> None:
     """Check some samples of a dataset whose samples are read by number; a stream is not read."""
     from colossus.data.batch import to_tensors
+    from colossus.data.model_input import model_input
     from colossus.data.tokens import TokenWindows
-    from colossus.engine.inputs import model_input
     from colossus.nest import tensors
     from colossus.random import GLOBAL_RNG
 

@@ -29,7 +29,7 @@ class ElementNumbers:
         columns: numbers of the elements of the last dim.
     """
 
-    samples: range
+    samples: range | Tensor
     rows: tuple[range | Tensor, ...]
     columns: range | Tensor
 
@@ -50,7 +50,8 @@ class ElementNumbers:
             # [samples, features]: a layout of tokens splits the samples further
             axes, count = axes + of_rows, shape[0]
             parts = [part for part in parts if part.place.dim > 0]
-        first, step = context.index(axes) * count, info.sample_step
+        index, step = context.index(axes), info.sample_step
+        first = index * count
         if not info.microbatch_size:
             first += context.index(data) * context.size(axes) * count
         elif step == 1:
@@ -65,7 +66,9 @@ class ElementNumbers:
             if dim > 0 or size > outer or own or not has_samples:
                 dims.append(_numbers_along(size // outer, outer, own, x, parallel))
         *rows, columns = dims or [range(1)]
-        samples = range(first, first + count * step, step) if has_samples else range(-1, 0)
+        samples: range | Tensor = range(first, first + count * step, step) if has_samples else range(-1, 0)
+        if has_samples and info.sample_numbers is not None:
+            samples = info.sample_numbers.narrow(0, index * count, count)
         return cls(samples, tuple(rows), columns)
 
 

@@ -24,7 +24,7 @@ from colossus.tensor_parallel.mode import Regions, TensorMode
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """Facts about the batch of a step or an evaluation, the same on every stage of a pipeline.
+    """Facts about a microbatch of a step or an evaluation, the same on every stage of a pipeline.
 
     Attributes:
         num_tokens: length of its sequences without padding, where tokens are split over the sequence axis; None where
@@ -34,6 +34,8 @@ class BatchInfo:
         first_sample: number in the global batch of the first sample of this data rank.
         sample_step: distance between samples of a microbatch in the batch: the number of microbatches if they are
             interleaved.
+        sample_numbers: numbers in the global batch of the samples of this microbatch, [microbatch_size]; None where
+            they follow from ``first_sample`` and ``sample_step``.
         cache: for a model that decodes: its tokens follow those in the cache.
         only_last_token: the model may leave out all logits except those of the last token of each sample.
         loss_scale: factor of losses before their backward; None: no factor.
@@ -43,6 +45,7 @@ class BatchInfo:
     microbatch_size: int = 0
     first_sample: int = 0
     sample_step: int = 1
+    sample_numbers: Tensor | None = None
     cache: KeyValueCache | None = None
     only_last_token: bool = False
     loss_scale: Tensor | None = None
@@ -71,7 +74,7 @@ class ModelParallel:
         shardings: None without tensor parallelism.
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: the split of tokens over the sequence axis; None if there is none.
-        batch_info: facts about the current batch (see `batch`); an empty one outside a step.
+        batch_info: facts about the current microbatch (see `batch`); an empty one outside a step.
         replicas_differ: data ranks train parameters of their own: layers exchange nothing with other data ranks.
         interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
             number of data ranks (`colossus.data.batch.split_microbatches`).

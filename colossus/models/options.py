@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -258,10 +257,9 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
         problems = []
         mode = SEQUENCE_MODES.get(sequence.mode or "ring")
         try:
-            sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
+            ring, ulysses = mode.ways(sequence.size, sequence.ulysses)
         except ValueError:
             return []  # the check of the plan reports it
-        ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
         step = length_multiple(ring, ulysses, sequence.chunks)
         if self.seq_len % step and not sequence.pad:
             by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it"

@@ -22,8 +22,9 @@ from colossus.config.plans import name_of
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch
+from colossus.data.model_input import model_input
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
-from colossus.engine.inputs import ForwardCall, Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.error_place import add_place
@@ -207,7 +208,12 @@ class _MicrobatchRun:
         self._levels = BackwardLevels(fake, self._recorder, self._weights.summed)
         deferral = self._parallel.weights.deferral
         mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
-        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._weights.in_a_step(), mode:
+        with (
+            self._recorder.recording(fake),
+            self._parallel.batch(self._batch.infos[0]),
+            self._weights.in_a_step(),
+            mode,
+        ):
             loss = self._forward(runs)
             self._levels.begin(self._begun[-1].live)
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])

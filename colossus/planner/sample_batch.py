@@ -17,7 +17,7 @@ def sample_of(config: Config) -> Any:
 
     A ``collate_fn`` may make several rows of a sample.
     """
-    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
+    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None, "tokens_per_microbatch": None})
     one_sample = config.model_copy(update={"train": train})
     batch = next(iter(loaders_of(one_sample, config.data, data_rank=0, data_size=1, device="cpu").train))
     size = batch_size_of(batch)

@@ -10,8 +10,9 @@ from colossus.config import Config
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch
+from colossus.data.model_input import model_input
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
-from colossus.engine.inputs import ForwardCall, Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs
 from colossus.engine.parameter_groups import make_groups
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.planner.balanced_experts import balanced_experts
@@ -49,7 +50,7 @@ def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, V
         context.rng.move_to(0, 0)
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         step = inputs.split(map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch), pipeline.num_microbatches)
-        with parallel.batch(step.info), context.precision.autocast(context.device):
+        with parallel.batch(step.infos[0]), context.precision.autocast(context.device):
             own, first = inputs.local(step.microbatches[0]), ForwardCall(model, is_partitioned=True)
             value = inputs.mark_tokens(model_input(own), step.microbatches[0])
             is_first = True

@@ -110,7 +110,8 @@ class _State:
     """The intermediate results of a step."""
 
     batches: Sequence[Any]
-    signature: Hashable
+    #: of each microbatch
+    signatures: Sequence[Hashable]
     #: see `Executor.run`
     loss_scale: Tensor | None = None
     #: tensors of a stage's input, detached from the stage before, that get a gradient
@@ -166,7 +167,7 @@ class Executor:
 
         Args:
             actions: the actions of this rank, in order.
-            batches: the microbatches, of equal shapes, the same on all ranks of a model.
+            batches: the microbatches, the same on all ranks of a model.
             step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
             loss_scale: the factor of the losses that are backpropagated, a scalar, or None for 1. The returned sums
                 are not scaled.
@@ -174,16 +175,16 @@ class Executor:
         Raises:
             ValueError: a stage returns a value that cannot be passed to the next.
         """
-        state = _State(batches, batch_signature(batches[0]), loss_scale)
-        if self.transport is not None:
-            self.transport.step_id = step_id
+        state = _State(batches, [batch_signature(batch) for batch in batches], loss_scale)
+        if (transport := self.transport) is not None:
+            transport.step_id = step_id
         # stage -> index of the action that completes its gradients
         last_backwards = {action.stage: index for index, action in enumerate(actions) if action.kind in LAST_USE}
-        early = _receives_after(actions) if self.transport is not None and self.transport.links.takes_early else {}
+        early = _receives_after(actions) if transport is not None and transport.links.takes_early else {}
         for index, action in enumerate(actions):
             began = time.perf_counter() if self.observers else 0.0
             for receive in early.get(index, ()):
-                if not self.transport.post_receive(receive, state.signature, early=True):  # type: ignore[union-attr]
+                if not transport.post_receive(receive, state.signatures[receive.microbatch], early=True):  # type: ignore[union-attr]
                     break
             if last_backwards.get(action.stage) == index:
                 self.stages.before_last_backward(action.stage)
@@ -193,8 +194,8 @@ class Executor:
                 self._do(action, state)
             for observer in self.observers:
                 observer.after_action(action, began, time.perf_counter())
-        if self.transport is not None:
-            self.transport.flush()
+        if transport is not None:
+            transport.flush()
         zero = torch.zeros((), dtype=torch.float64, device=self.parallel.context.device)
         return StepTotals(_total(state.loss_sums, zero), _total(state.counts, zero), state.peak_in_flight)
 
@@ -222,11 +223,11 @@ class Executor:
             assert self.transport is not None
             if kind == "send_activation":
                 spec, tensors = state.outputs.pop(key)
-                self.transport.send_value(action, spec, tensors, state.signature)
+                self.transport.send_value(action, spec, tensors, state.signatures[action.microbatch])
             elif kind == "send_gradient":
                 self.transport.send(action, state.input_gradients.pop(key))
             else:
-                self.transport.post_receive(action, state.signature)
+                self.transport.post_receive(action, state.signatures[action.microbatch])
 
     def _forward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key

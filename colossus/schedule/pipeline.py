@@ -34,7 +34,7 @@ class PipelineRuntime:
         self._context, self._schedule, self._split = context, config.schedule, config.parallel.pipeline.split
         self.rank = context.index("pipeline")
         self.rank_of: Mapping[int, int]
-        self._sizes = config.train.batch_sizes
+        self._sizes, self._has_budget = config.train.batch_sizes, config.train.tokens_per_microbatch is not None
         self.set_microbatches(config.schedule.microbatches)
         self.partition: Partition | None = None
         self._links: Links | None = None
@@ -46,19 +46,28 @@ class PipelineRuntime:
             ValueError: the schedule is wrong (see `make_schedule`), or it places or reduces the stages in another way
                 for the fewer microbatches of a batch that still grows.
         """
-        schedule, size = self._schedule, self._context.size("pipeline")
         self.num_microbatches = number
         #: number of microbatches -> the actions of this rank
         self._actions: dict[int, Sequence[Action]] = {}
         for count in sorted({self._microbatches_of(samples) for samples in self._sizes.all}, reverse=True):
-            actions = make_schedule(schedule.type, size, count, **schedule.options)
-            own, rank_of = actions[self.rank], placement(actions)
-            if self._actions and (rank_of != self.rank_of or _reduced(own) != _reduced(self.actions)):
-                raise ValueError(
-                    f"train.batch_ramp: schedule {schedule.type!r} places the stages, or completes their gradients, in "
-                    f"another order with {count} microbatches than with {number}"
-                )
-            self.rank_of, self._actions[count] = rank_of, own
+            self._make_actions(count)
+
+    def _make_actions(self, count: int) -> None:
+        schedule = self._schedule
+        actions = make_schedule(schedule.type, self._context.size("pipeline"), count, **schedule.options)
+        own, rank_of = actions[self.rank], placement(actions)
+        if self._actions and (rank_of != self.rank_of or _reduced(own) != _reduced(self.actions)):
+            raise ValueError(
+                f"schedule {schedule.type!r} places the stages, or completes their gradients, in another order with "
+                f"{count} microbatches than with {self.num_microbatches}: train.batch_ramp and "
+                f"train.tokens_per_microbatch need a schedule that does not"
+            )
+        self.rank_of, self._actions[count] = rank_of, own
+
+    @property
+    def most_microbatches(self) -> int:
+        """The most microbatches of a step as far as they are known: with a budget of tokens, at least two."""
+        return max(self.num_microbatches, 2 if self._has_budget else 1)
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -67,6 +76,8 @@ class PipelineRuntime:
 
     def actions_of(self, microbatches: int) -> Sequence[Action]:
         """Return the actions of this rank in a step of ``microbatches`` microbatches."""
+        if microbatches not in self._actions:  # of a budget of tokens
+            self._make_actions(microbatches)
         return self._actions[microbatches]
 
     def microbatches_at(self, step: int) -> int:
@@ -156,8 +167,8 @@ class PipelineRuntime:
         return Executor(stages, self.rank_of, transport, parallel, observers)
 
     def forward_actions(self, microbatches: int) -> list[Action]:
-        """Return the actions of this rank in an evaluation, of at most as many microbatches as a step has."""
-        return forward_only(self.actions, microbatches)
+        """Return the actions of this rank in an evaluation."""
+        return forward_only(self.actions_of(max(microbatches, self.num_microbatches)), microbatches)
 
     def close(self) -> None:
         if self._links is not None:

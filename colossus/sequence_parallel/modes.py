@@ -124,6 +124,12 @@ class SequenceMode:
             )
         return {"sequence": size}
 
+    @classmethod
+    def ways(cls, size: int, ulysses: int | None = None) -> tuple[int, int]:
+        """Return the ring ranks and the Ulysses ranks of ``size`` ranks; see `axis_sizes`."""
+        sizes = cls.axis_sizes(size, ulysses)
+        return math.prod(sizes[axis] for axis in cls.ring), math.prod(sizes[axis] for axis in cls.ulysses)
+
 
 class Ring(SequenceMode):
     name = "ring"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from colossus.comm import collectives
+from colossus.data.model_input import sequence_length
 from colossus.engine.engine import Engine
-from colossus.engine.inputs import sequence_length
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box

@@ -119,11 +119,24 @@ class Packed(BatchedDataset):
     def __len__(self) -> int:
         return len(self._spans.rows) - 1
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each row without its padding, [rows]."""
+        ends = np.concatenate(([0], np.cumsum(self._spans.lengths)))
+        of_packing: np.ndarray = np.diff(ends[self._spans.rows])
+        return of_packing[self._packed_row(np.arange(len(self)))]
+
+    def _packed_row(self, rows: np.ndarray) -> np.ndarray:
+        """Return the row in the order of packing of each of these rows.
+
+        Best fit makes rows in the order of falling lengths, but any first rows are to be like all others.
+        """
+        return permute(rows, len(self), self.seed, 1)
+
     def batch(self, indices: np.ndarray) -> dict[str, Any]:
         """Return ``inputs = dict(ids, documents, positions)`` and ``labels``, int64 [b, seq_len], of rows [b]."""
         rows, tokens, shape = np.asarray(indices), self.documents.tokens, (len(indices), self.seq_len)
-        # best fit makes rows in the order of falling lengths, but any first rows are to be like all others
-        rows = permute(rows, len(self), self.seed, 1)
+        rows = self._packed_row(rows)
         first, counts = self._spans.rows[rows], self._spans.rows[rows + 1] - self._spans.rows[rows]
         spans = ranges(first, counts)
         starts, lengths = self._spans.starts[spans], self._spans.lengths[spans]
