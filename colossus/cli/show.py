@@ -162,6 +162,8 @@ def _head(config: Config) -> str:
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {microbatch_size}",
         f"model       {_model(config)}",
     ]
+    if (budget := config.train.tokens_per_microbatch) is not None:
+        lines[2] = f"batch       {batch} {samples}, in microbatches of at most {budget:,} tokens on each data rank"
     if config.train.batch_ramp is not None:
         lines.insert(3, f"ramp        {config.train.batch_ramp}")
     options = strategy_options(config)

@@ -241,6 +241,8 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         f"{counted(data, 'data rank')} x {counted(microbatches, 'microbatch', 'es')} x "
         f"{train.global_batch_size // data // microbatches}"
     )
+    if train.tokens_per_microbatch is not None:
+        factors_of_batch = f"microbatches of at most {train.tokens_per_microbatch:,} tokens on each data rank"
     rows = [
         (
             "plan",

@@ -75,6 +75,12 @@ def _check_config(config: Config) -> None:
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:
             raise ConfigError(f"{key}: the file sets none, and verify needs one: set {what}", config.source)
+    if config.train.tokens_per_microbatch is not None:
+        raise ConfigError(
+            "train.tokens_per_microbatch: verify compares modules microbatch by microbatch, and a budget of tokens gives "
+            "each plan other ones: add train.tokens_per_microbatch=None, with samples of one length",
+            config.source,
+        )
     check_devices(config, world_size(config.parallel))
     check_model(config)
 
