@@ -77,7 +77,7 @@ def _check_config(config: Config) -> None:
             raise ConfigError(f"{key}: the file sets none, and verify needs one: set {what}", config.source)
     if config.train.tokens_per_microbatch is not None:
         raise ConfigError(
-            "train.tokens_per_microbatch: verify compares modules microbatch by microbatch, and a budget of tokens gives "
+            "train.tokens_per_microbatch: verify compares modules microbatch by microbatch, and a budget gives "
             "each plan other ones: add train.tokens_per_microbatch=None, with samples of one length",
             config.source,
         )

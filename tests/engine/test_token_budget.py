@@ -35,6 +35,7 @@ from colossus.data import Microbatches, Packed, build_loaders
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.token_budget import TokenBudget
 from colossus.engine.fit import fit
+from colossus.verify.run_verify import _check_config
 
 SAMPLES, BATCH, BUDGET, STEPS = 29, 8, 24, 3
 
@@ -422,3 +423,9 @@ def test_options_that_do_not_go_together_are_refused_in_words(name: str) -> None
             colossus.initialize(load_config(config({}, **more), nproc=1))
 
     run_ranks(1, body, with_context=False)
+
+
+def test_verify_refuses_a_budget_in_words() -> None:
+    own = config({})
+    with pytest.raises(ConfigError, match=r"a budget gives each plan other ones: add train.tokens_per_microbatch=None"):
+        _check_config(load_config(own, nproc=1))
