@@ -6,18 +6,19 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from colossus.comm.peer_gone import PeerGone
+from colossus.comm.tensor_transport import Fill, Finish, Lengths, Take, Transport, taken
 from colossus.context.groups import AxisGroup
 from colossus.context.program import WHY, subject_name
 from colossus.error_place import located_error
 
 Consume = Callable[[list[Tensor]], Tensor]
-Fill = Callable[[Tensor], object]
 
 _HEADER = struct.Struct("<QQQQ")  # sequence number, bytes, dtype, subject
 
@@ -33,7 +34,7 @@ DTYPES = [
 ]
 
 
-class Channel:
+class Channel(Transport):
     """The mapped slots and the sockets of one group.
 
     Every rank has two slots and uses them in turn. At most one collective is open: starting the next one finishes it
@@ -44,27 +45,80 @@ class Channel:
     """
 
     def __init__(self, group: AxisGroup, slots: list[list[Tensor]], peers: dict[int, socket.socket]) -> None:
+        super().__init__(group)
         self.index, self._ranks, self._program = group.index, group.ranks, group.program
         self.peers = peers
         self.slots = slots
         self.slot_bytes = slots[0][0].numel()
         self._sequence = 0
-        self._open: Callable[[], Tensor] | None = None
+        self._open: Finish | None = None
 
-    def start(self, x: Tensor, consume: Consume) -> Callable[[], Tensor]:
-        """Share ``x`` with the group.
+    # -- collectives ----------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Finish:
+        into, combine = x if owned else None, torch.add if op == "sum" else torch.maximum
+        return self._share(x, lambda tensors: _combined(tensors, combine, into))
+
+    def all_gather(self, x: Tensor, dim: int) -> Finish:
+        return self._share(x, lambda tensors: torch.cat(tensors, dim))
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Finish:
+        own = self._own_chunk(x, dim)
+        return self._share(x, lambda tensors: _combined([x.narrow(*own) for x in tensors], torch.add))
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Finish:
+        own = self._own_chunk(x, split_dim)
+        return self._share(x, lambda tensors: torch.cat([x.narrow(*own) for x in tensors], concat_dim))
+
+    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Finish:
+        ends = [[0, *accumulate(row)] for row in lengths.matrix]
+        return self._share_rows(x, [(row[self.index], row[self.index + 1]) for row in ends], [row[-1] for row in ends])
+
+    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Finish:
+        return self._share_rows(x, [(0, length) for length in lengths], lengths)
+
+    def gather_filled(self, x: Tensor, fill: Fill, take: Take) -> Finish:
+        return self.start(x.shape, x.dtype, fill, lambda rows: taken(take, [row[None] for row in rows]))
+
+    def scatter_filled(self, x: Tensor, fill: Fill, take: Take) -> Finish:
+        return self.start(x.shape, x.dtype, fill, lambda stacked: taken(take, [rows[self.index] for rows in stacked]))
+
+    def _own_chunk(self, x: Tensor, dim: int) -> tuple[int, int, int]:
+        size = x.shape[dim] // self.group.size
+        return dim, self.index * size, size
+
+    def _share(self, x: Tensor, consume: Consume) -> Finish:
+        """Share ``x``, of the same shape and dtype on every rank."""
+        return self.start(x.shape, x.dtype, lambda slot: slot.copy_(x.detach()), consume)
+
+    def _share_rows(self, x: Tensor, spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> Finish:
+        """Share rows, and concatenate parts of those of all ranks.
 
         Args:
-            x: a tensor of at most ``slot_bytes``, of the same shape and dtype on every rank.
+            x: this rank's rows.
+            spans: for each rank, the range of its rows that this rank reads.
+            rows: the number of rows of each rank.
+        """
+        own, shape = x.detach(), torch.Size((max(rows), *x.shape[1:]))
+
+        def consume(slots: list[Tensor]) -> Tensor:
+            return torch.cat([slot[start:stop] for slot, (start, stop) in zip(slots, spans, strict=True)])
+
+        return self.start(shape, x.dtype, lambda slot: slot[: len(own)].copy_(own), consume)
+
+    # -- the exchange -----------------------------------------------------------------------------------------
+
+    def start(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Finish:
+        """Share a tensor of at most ``slot_bytes`` with the group.
+
+        Args:
+            shape, dtype: of the tensor, the same on every rank.
+            fill: writes it into this rank's slot.
             consume: makes the result of the tensors of all ranks, in group order; they are valid only during the call.
 
         Returns:
             A function that waits for the other ranks and returns the result of ``consume``.
         """
-        return self.start_filled(x.shape, x.dtype, lambda slot: slot.copy_(x.detach()), consume)
-
-    def start_filled(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Callable[[], Tensor]:
-        """Share a tensor that ``fill`` writes into this rank's slot, else as `start`."""
         if self._open is not None:
             self._open()
         self._sequence += 1
@@ -122,6 +176,14 @@ class Channel:
             ) from error
         except OSError as error:
             raise PeerGone(f"Connection closed by peer: rank {self._ranks[rank]} is gone ({error})") from error
+
+
+def _combined(tensors: list[Tensor], combine: Callable[..., Tensor], into: Tensor | None = None) -> Tensor:
+    """Return the sum or maximum of the ranks' tensors, in rank order on every rank, so that all get the same bits."""
+    total = combine(tensors[0], tensors[1]) if into is None else combine(tensors[0], tensors[1], out=into)
+    for x in tensors[2:]:
+        combine(total, x, out=total)
+    return total
 
 
 def read_exactly(peer: socket.socket, size: int) -> bytes:

@@ -1,34 +1,47 @@
 """Collectives over an `AxisGroup`, which are started and then waited for. No autograd here (see `conjugate`).
 
-A collective runs in one of three ways. CPU tensors between processes of one host go through shared memory, several
-times faster than gloo. Other tensors go through c10d, in place where the caller owns the tensor. While something
-traces or records tensor operations, torch's functional ops run out of place: otherwise selective activation
-checkpointing would cache a value that is overwritten later, and gradients would be silently wrong. Under gloo, tensors
-of an accelerator are copied to the host first (`host_staging`).
+Each is checked, counted and logged here, and runs on the `Transport` of its tensor and group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from colossus import torch_versions
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
+from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 
-_functional = torch.ops._c10d_functional
-#: from this size of the whole tensor on, gloo gathers and scatters by messages, which is at least twice as fast
-_MESSAGES_BYTES = 1 << 20
 _BROADCAST_BYTES = 8 << 20
+
+
+def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Transport:
+    """Return the way of a tensor between the ranks of a group, which must all call alike.
+
+    CPU tensors between processes of one host go through shared memory, several times faster than gloo, and others
+    through c10d. Under gloo, tensors of an accelerator go through the host.
+
+    Args:
+        x: the tensor.
+        group: the ranks.
+        nbytes: the most bytes that a rank gives; None: those of ``x``.
+    """
+    if group.size == 1:
+        return Alone(group)
+    if host_staging.is_needed(x, group):
+        return host_staging.Staged(group, lambda copy: transport_of(copy, group, nbytes))
+    if is_recorded():
+        return Functional(group)
+    if (channel := channel_for(x, group, nbytes)) is not None:
+        return channel
+    return Gloo(group) if x.device.type == "cpu" and not group.is_fake else Transport(group)
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
@@ -41,26 +54,10 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
         owned: the caller gives ``x`` away; it may be overwritten with the result.
         what: a label; the bytes are counted under ``all_reduce <what>``.
     """
-    n = group.size
-    if n == 1:
+    if group.size == 1:
         return Ready(x)
-    keep = owned and x.is_contiguous()
-    if host_staging.is_needed(x, group):
-        again = partial(all_reduce, group=group, op=op, owned=True, what=what)
-        return host_staging.through_host(x, again, into=x if keep else None)
     entry = record("all_reduce", x, group, what=what)
-    if is_recorded():
-        out = _functional.all_reduce(x, op, group.name)
-        return Pending(lambda: _functional.wait_tensor(out), entry)
-    channel = channel_for(x, group)
-    if channel is not None:
-        into = x if keep else None
-        return Pending(channel.start(x, lambda tensors: _combine(tensors, op, into)), entry)
-    if not keep:
-        x = x.clone(memory_format=torch.contiguous_format)
-    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    work = dist.all_reduce(x, reduce_op, group=group.process_group, async_op=True)
-    return work_pending([work], x, entry)
+    return Pending(transport_of(x, group).all_reduce(x, op, owned and x.is_contiguous()), entry)
 
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> Pending:
@@ -72,27 +69,12 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
         dim: the dim that grows.
         what: a label; the bytes are counted under ``all_gather <what>``.
     """
-    n = group.size
-    if n == 1:
+    if group.size == 1:
         return Ready(x)
-    if host_staging.is_needed(x, group):
-        return host_staging.through_host(x, partial(all_gather, group=group, dim=dim, what=what))
-    flat = x.unsqueeze(0) if x.dim() == 0 else x
-    dim = _dim(flat, dim)
+    rows = x.unsqueeze(0) if x.dim() == 0 else x
+    dim = _dim(rows, dim)
     entry = record("all_gather", x, group, what=what)
-    channel = None if is_recorded() else channel_for(flat, group)
-    if channel is not None:
-        return Pending(channel.start(flat, lambda shards: torch.cat(shards, dim)), entry)
-    flat = flat.contiguous()
-    if is_recorded():
-        out = _functional.all_gather_into_tensor(flat, n, group.name)
-        return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
-    gathered = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
-    if x.device.type == "cpu" and gathered.nbytes >= _MESSAGES_BYTES:
-        works = send_to_all(flat, gathered.split(len(flat)), group)
-    else:
-        works = [torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)]
-    return work_pending(works, gathered, entry, lambda out: _unstack(out, n, dim), reads=flat)
+    return Pending(transport_of(rows, group).all_gather(rows, dim), entry)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
@@ -101,30 +83,12 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     Raises:
         ValueError: the size of ``dim`` does not divide by that of the group.
     """
-    n = group.size
-    if n == 1:
+    if group.size == 1:
         return Ready(x)
-    size = _chunk_size(x, dim, group)
-    if host_staging.is_needed(x, group):
-        return host_staging.through_host(x, partial(reduce_scatter, group=group, dim=dim))
+    dim = _dim(x, dim)
+    _chunk_size(x, dim, group)
     entry = record("reduce_scatter", x, group)
-    channel = None if is_recorded() else channel_for(x, group)
-    if channel is not None:
-        at = dim, group.index * size, size
-        return Pending(channel.start(x, lambda tensors: _combine([x.narrow(*at) for x in tensors], "sum", None)), entry)
-    stacked = _stack_chunks(x, n, dim, group)
-    if is_recorded():
-        out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
-        return Pending(lambda: _functional.wait_tensor(out), entry)
-    if x.device.type == "cpu" and stacked.nbytes >= _MESSAGES_BYTES:
-        received = torch.empty_like(stacked)
-        work = dist.all_to_all_single(
-            received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
-        )
-        return work_pending([work], received, entry, lambda addends: addends.sum(0), reads=stacked)
-    own = x.new_empty(stacked.shape[1:])
-    work = torch_versions.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
-    return work_pending([work], own, entry, reads=stacked)
+    return Pending(transport_of(x, group).reduce_scatter(x, dim), entry)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
@@ -133,27 +97,12 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     Raises:
         ValueError: the size of ``split_dim`` does not divide by that of the group.
     """
-    n = group.size
-    if n == 1:
+    if group.size == 1:
         return Ready(x)
-    concat_dim = _dim(x, concat_dim)
-    size = _chunk_size(x, split_dim, group)
-    if host_staging.is_needed(x, group):
-        again = partial(all_to_all, group=group, split_dim=split_dim, concat_dim=concat_dim)
-        return host_staging.through_host(x, again)
+    split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+    _chunk_size(x, split_dim, group)
     entry = record("all_to_all", x, group)
-    channel = None if is_recorded() else channel_for(x, group)
-    if channel is not None:
-        at = split_dim, group.index * size, size
-        return Pending(channel.start(x, lambda tensors: torch.cat([x.narrow(*at) for x in tensors], concat_dim)), entry)
-    flat = _stack_chunks(x, n, split_dim, group).flatten(0, 1)
-    if is_recorded():
-        splits = [flat.shape[0] // n] * n
-        out = _functional.all_to_all_single(flat, splits, splits, group.name)
-        return Pending(lambda: _unstack(_functional.wait_tensor(out), n, concat_dim), entry)
-    received = torch.empty_like(flat)
-    work = dist.all_to_all_single(received, flat, group=group.process_group, async_op=True)
-    return work_pending([work], received, entry, lambda out: _unstack(out, n, concat_dim), reads=flat)
+    return Pending(transport_of(x, group).all_to_all(x, split_dim, concat_dim), entry)
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
@@ -163,12 +112,9 @@ def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
         x: contiguous, of the same shape and dtype on all ranks.
     """
     if group.size > 1:
-        if host_staging.is_needed(x, group):
-            return host_staging.to_device(broadcast(host_staging.to_host(x), group, source), x.device, x)
         entry = record("broadcast", x, group)
-        dist.broadcast(x, group.ranks[source], group=group.process_group)
-        if entry is not None:
-            entry.done = True
+        # it is too rare for the memory of slots
+        Pending(transport_of(x, group, float("inf")).broadcast(x, source), entry).wait()
     return x
 
 
@@ -184,25 +130,6 @@ def barrier(group: AxisGroup, device: torch.device) -> None:
     """Let the host wait until those of all ranks of the group have come here, and their devices, too."""
     if group.size > 1:
         all_reduce(torch.zeros(1, device=device), group, owned=True).wait().item()
-
-
-def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:
-    """Start an all-gather by messages: every rank sends ``x`` to every other one.
-
-    Args:
-        x: this rank's tensor; its length may differ between ranks.
-        parts: the memory for the tensors of all ranks, in group order; this rank's own is copied.
-    """
-    n, me = group.size, group.index
-    parts[me].copy_(x)
-    messages = []
-    for step in range(1, n):
-        to, source = (me + step) % n, (me - step) % n
-        if x.numel():
-            messages.append(dist.P2POp(dist.isend, x, group.ranks[to], group.process_group))
-        if parts[source].numel():
-            messages.append(dist.P2POp(dist.irecv, parts[source], group.ranks[source], group.process_group))
-    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def own_chunk(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
@@ -227,15 +154,6 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
     return size
 
 
-def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
-    """Return the sum or maximum of the ranks' tensors, in rank order on every rank, so that all get the same bits."""
-    combine = torch.add if op == "sum" else torch.maximum
-    total = combine(tensors[0], tensors[1]) if into is None else combine(tensors[0], tensors[1], out=into)
-    for x in tensors[2:]:
-        combine(total, x, out=total)
-    return total
-
-
 def record(
     operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None
 ) -> log.Entry | None:
@@ -250,41 +168,6 @@ def record(
     for counter in accounting.listeners:
         counter.add(name, axes, x.dtype, accounting.sent(operation, group.size, x.nbytes) if sent is None else sent)
     return log.record(name, axes, tuple(x.shape), x.dtype)
-
-
-def work_pending(
-    works: Sequence[dist.Work],
-    out: Tensor,
-    entry: log.Entry | None,
-    shape: Callable[[Tensor], Tensor] | None = None,
-    *,
-    reads: Tensor | None = None,
-) -> Pending:
-    """Return a pending result: ``out``, or ``shape(out)``, once the works of c10d are done.
-
-    ``reads``, the works' input, stays alive until then.
-    """
-
-    def finish(reads: Tensor | None = reads) -> Tensor:
-        for work in works:
-            work.wait()
-        if entry is not None:
-            entry.done = True
-        return out if shape is None else shape(out)
-
-    return Pending(finish, None)
-
-
-def _stack_chunks(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
-    """Return the chunks along ``dim`` one below the other: [.., n s, ..] -> contiguous [n, .., s, ..]."""
-    return x.unflatten(dim, (n, _chunk_size(x, dim, group))).movedim(_dim(x, dim), 0).contiguous()
-
-
-def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
-    """Turn a concatenation of n tensors along dim 0, [n s0, ..], into one along ``dim``."""
-    if dim == 0:
-        return x
-    return x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _dim(x: Tensor, dim: int) -> int:

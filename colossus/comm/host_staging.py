@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.pending import Pending
+from colossus.comm.tensor_transport import Finish, Transport
 from colossus.context.groups import AxisGroup
 
 
@@ -31,9 +32,34 @@ def wire_device(device: torch.device, group: AxisGroup) -> torch.device:
     return torch.device("cpu") if device.type != "cpu" and group.is_on_host else device
 
 
-def through_host(x: Tensor, collective: Callable[[Tensor], Pending], *, into: Tensor | None = None) -> Pending:
-    """Start a collective of a host copy of ``x``, whose result is copied back to the device, or into ``into``."""
-    return collective(to_host(x)).then(lambda result: to_device(result, x.device, into))
+class Staged(Transport):
+    """The collectives of tensors of a device whose copies on the host travel.
+
+    Args:
+        group: the ranks.
+        transport_of: returns the transport of a copy.
+    """
+
+    def __init__(self, group: AxisGroup, transport_of: Callable[[Tensor], Transport]) -> None:
+        super().__init__(group)
+        self._transport_of = transport_of
+
+    def _start(self, name: str, x: Tensor, *args: Any, into: Tensor | None = None) -> Finish:
+        copy = to_host(x)
+        finish: Finish = getattr(self._transport_of(copy), name)(copy, *args)
+        return lambda: to_device(finish(), x.device, into)
+
+    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Finish:
+        return self._start("all_reduce", x, op, True, into=x if owned else None)
+
+    def broadcast(self, x: Tensor, source: int) -> Finish:
+        return self._start("broadcast", x, source, into=x)
+
+    all_gather: Any = partialmethod(_start, "all_gather")
+    reduce_scatter: Any = partialmethod(_start, "reduce_scatter")
+    all_to_all: Any = partialmethod(_start, "all_to_all")
+    exchange_rows: Any = partialmethod(_start, "exchange_rows")
+    gather_rows: Any = partialmethod(_start, "gather_rows")
 
 
 def to_host(x: Tensor) -> Tensor:

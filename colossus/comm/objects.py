@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from colossus.context.groups import AxisGroup, is_fake, store_of
+from colossus.context.groups import AxisGroup, store_of
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def await_all(group: AxisGroup) -> None:
     Raises:
         RuntimeError: some have not come within `PATIENCE`.
     """
-    if group.process_group is None or is_fake(group.process_group):
+    if group.process_group is None or group.is_fake:
         return
     store = store_of(group.process_group)
     # nobody comes for the second time before all have come for the first
@@ -43,7 +43,7 @@ def await_all(group: AxisGroup) -> None:
 def all_gather_object(value: T, group: AxisGroup) -> list[T]:
     """Return the values of all ranks of the group, in group order, on each of them."""
     out = [value] * group.size
-    if group.process_group is not None:
+    if group.process_group is not None and not group.is_fake:
         dist.all_gather_object(out, value, group=group.process_group)
     return out
 
@@ -51,15 +51,15 @@ def all_gather_object(value: T, group: AxisGroup) -> list[T]:
 def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
     """Return the value of the rank at index ``source`` of the group; the values of the others are ignored."""
     out = [value]
-    if group.process_group is not None:
+    if group.process_group is not None and not group.is_fake:
         dist.broadcast_object_list(out, src=group.ranks[source], group=group.process_group)
     return out[0]
 
 
 def gather_object(value: T, group: AxisGroup) -> list[T] | None:
     """Return the values of all ranks, in group order, on the first rank of the group; None on the others."""
-    if group.process_group is None:
-        return [value]
+    if group.process_group is None or group.is_fake:
+        return [value] * group.size
     out: list[Any] | None = [None] * group.size if group.index == 0 else None
     dist.gather_object(value, out, dst=group.ranks[0], group=group.process_group)
     return out

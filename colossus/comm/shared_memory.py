@@ -70,12 +70,19 @@ def flat_limit(device: torch.device) -> int | None:
     return SLOT_BYTES if device.type == "cpu" else None
 
 
-def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
-    """Return the group's channel, or None where ``x`` cannot go through it. All ranks of the group must call alike."""
-    if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in DTYPES:
+def channel_for(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Channel | None:
+    """Return the group's channel, or None where ``x`` cannot go through it. All ranks of the group must call alike.
+
+    Args:
+        x: the tensor.
+        group: the ranks.
+        nbytes: the most bytes that a rank gives; None: those of ``x``.
+    """
+    nbytes = x.nbytes if nbytes is None else nbytes
+    if x.device.type != "cpu" or nbytes > SLOT_BYTES or x.dtype not in DTYPES:
         return None
     channel = group.opened(Channel, lambda: _open_channel(group))
-    return channel if channel is not None and x.nbytes <= channel.slot_bytes else None
+    return channel if channel is not None and nbytes <= channel.slot_bytes else None
 
 
 @dataclass
@@ -119,10 +126,9 @@ def map_segments(
     Returns:
         The memory, or None, on all ranks, where some rank cannot map it.
     """
-    if not _enabled or sys.platform != "linux" or group.size > _MAX_RANKS:
+    if not _enabled or sys.platform != "linux" or group.size > _MAX_RANKS or not group.is_on_host:
         return None
-    if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
-        return None
+    assert group.process_group is not None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     outgoing: dict[int, socket.socket] = {}
     memory = None
@@ -161,6 +167,8 @@ def map_segments(
 
 def _open_channel(group: AxisGroup) -> Channel | None:
     """Return a channel in which every rank has two slots and a stream to every other rank; None where that fails."""
+    if not group.is_on_host:  # the pairs of thousands of ranks need not be listed
+        return None
     pairs = [(rank, other) for rank in range(group.size) for other in range(rank)]
     mapped = map_segments(group, 2 * group.size, SLOT_BYTES, pairs)
     if mapped is None:

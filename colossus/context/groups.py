@@ -37,6 +37,7 @@ class AxisGroup:
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
         is_on_host: its ranks exchange only tensors of the host (gloo); see `comm.host_staging`.
+        is_fake: its other ranks are pretended: nothing travels between them, and they answer as this one.
         program: the record of the parameters that its collectives moved.
         key: a text that only this object has in this process: see `group_of`.
     """
@@ -46,12 +47,14 @@ class AxisGroup:
     index: int
     process_group: dist.ProcessGroup | None
     is_on_host: bool = field(init=False)
+    is_fake: bool = field(init=False)
     program: Program = field(init=False, default_factory=Program, repr=False)
     key: str = field(init=False)
     _opened: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO
+        backend = None if self.process_group is None else dist.get_backend(self.process_group)
+        self.is_on_host, self.is_fake = backend == dist.Backend.GLOO, backend == dist.Backend.FAKE
         self.key = f"{self}/{next(_numbers)}"
         _by_key[self.key] = self
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossus import layers
-from colossus.comm import accounting, collectives, log, shared_memory
+from colossus.comm import accounting, collectives, log, shared_memory, tensor_transport
 from colossus.comm.conjugate import conjugate, start
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
@@ -115,7 +115,7 @@ def test_conjugates_against_whole_tensors(world: int, recorded: bool) -> None:
 def _by_messages(context: ParallelContext) -> int:
     """On gloo, with every tensor as large as those that messages carry faster."""
     shared_memory.enable(False)
-    collectives._MESSAGES_BYTES = 1
+    tensor_transport._MESSAGES_BYTES = 1
     return _check_pairs(context, False)
 
 
@@ -131,7 +131,7 @@ def _through_the_host(context: ParallelContext) -> list[int]:
     counts = [_check_pairs(context, False), _check_pairs(context, True)]
     assert staged.copies == staged.returned > 500
     assert _compiled(context) == (True, True, True)
-    collectives._MESSAGES_BYTES = 1
+    tensor_transport._MESSAGES_BYTES = 1
     shared_memory.enable(False)
     before = staged.copies
     counts.append(_check_pairs(context, False))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm import uneven
+from colossus.comm.host_transfer import beside_products
 from colossus.comm.pending import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -252,7 +254,14 @@ class FlatRows:
         """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)
         of_flat = self.layout.size, self.dtypes.computed, self.device, self.group
-        return uneven.gather_filled(*of_flat, self._fill, self._take, is_from_host=self.offload)
+        # products that the device is given from here on do not wait for a copy from the host
+        with beside_products(self.device) if self._is_beside else nullcontext():
+            return uneven.gather_filled(*of_flat, self._fill, self._take)
+
+    @property
+    def _is_beside(self) -> bool:
+        """Return whether rows are copied from the host to a device, which then sends them."""
+        return self.offload and self.group.size > 1 and self.device.type != "cpu"
 
     def _fill(self, flat: Tensor) -> None:
         if len(self._rows) == 1:
@@ -271,6 +280,8 @@ class FlatRows:
         sources: list[Tensor] = []
         first = 0
         for rows in stacked:
+            if self._is_beside:
+                rows.record_stream(torch.get_device_module(self.device).current_stream(self.device))
             is_own = first == self.group.index and len(rows) == 1
             params = set(self.params) - self._views if is_own else set(self.params)
             key = first, len(rows)
