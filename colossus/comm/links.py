@@ -20,7 +20,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus.comm import accounting, host_staging, log
-from colossus.comm.mailbox import Receiver, Sender, message_bytes
+from colossus.comm.flat_buffer import FlatBuffer
+from colossus.comm.mailbox import Receiver, Sender
 from colossus.comm.peer_gone import PeerGone
 from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
@@ -115,7 +116,7 @@ class Links:
         if self._is_staged:
             tensors = host_staging.all_to_host(tensors)
         sender = self._senders.get(to)
-        if sender is not None and _size(tensors) <= sender.capacity:
+        if sender is not None and FlatBuffer.of(tensors).nbytes <= sender.capacity:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
             return lambda: None  # the tensors have been copied
@@ -139,7 +140,7 @@ class Links:
             tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
         incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label), device)
         receiver = self._receivers.get(source)
-        if receiver is not None and _size(tensors) <= receiver.capacity:
+        if receiver is not None and FlatBuffer.of(tensors).nbytes <= receiver.capacity:
             self._posted[source].append(incoming)
             incoming.finish = lambda: self._receive_up_to(source, incoming)
             return incoming
@@ -253,10 +254,6 @@ class Links:
 
 def _dense(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous()
-
-
-def _size(tensors: Sequence[Tensor]) -> int:
-    return message_bytes([tensor.nbytes for tensor in tensors])
 
 
 def _tag(label: str, key: object) -> int:

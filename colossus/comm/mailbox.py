@@ -12,22 +12,16 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from colossus.comm.channel import read_exactly
+from colossus.comm.flat_buffer import FlatBuffer
 from colossus.comm.peer_gone import PeerGone
 
 _HEADER = struct.Struct("<QQQQ")  # number of the message, offset in the buffer, bytes, tag
-_ALIGNMENT = 64
 #: the most messages that are sent and not answered. A socket's buffer holds some 50 headers or answers (Linux charges
 #: about 4 KB for each write, however small), and a receiver must be able to answer without waiting
 _MAX_UNREAD = 32
-
-
-def message_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes that tensors of these sizes take in the buffer, each aligned."""
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 class Sender:
@@ -56,13 +50,13 @@ class Sender:
             await_answer: called when there is no room; waits until a file descriptor is readable, and returns False
                 when that took too long.
         """
-        size = message_bytes([tensor.nbytes for tensor in tensors])
+        flat = FlatBuffer.of(tensors)
+        size = flat.nbytes
         skipped = self._make_room(size, label, await_answer)
-        start = at = 0 if skipped else self._head
-        for tensor in tensors:
-            _view(self._buffer, at, tensor.shape, tensor.dtype).copy_(tensor)
-            at += message_bytes([tensor.nbytes])
-        self._head = at % self.capacity
+        start = 0 if skipped else self._head
+        for view, tensor in zip(flat.views(self._buffer[start:]), tensors, strict=True):
+            view.copy_(tensor)
+        self._head = (start + size) % self.capacity
         self._used += skipped + size
         self._unread.append(skipped + size)
         self._written += 1
@@ -128,25 +122,21 @@ class Receiver:
         except OSError as error:
             raise _closed_error(self._name, error) from error
         self._read += 1
-        expected = message_bytes([tensor.nbytes for tensor in into])
+        flat = FlatBuffer.of(into)
+        expected = flat.nbytes
         if (number, size, sent) != (self._read, expected, tag):
             raise RuntimeError(
                 f"{self._name} sent something else ({size} bytes) where the {label} ({expected} bytes) is due: the "
                 f"ranks are not at the same step, or were given other batches. All ranks of a model must be given the "
                 f"same batch at every step"
             )
-        for tensor in into:
-            tensor.copy_(_view(self._buffer, at, tensor.shape, tensor.dtype))
-            at += message_bytes([tensor.nbytes])
+        for view, tensor in zip(flat.views(self._buffer[at:]), into, strict=True):
+            tensor.copy_(view)
         with contextlib.suppress(ConnectionError):  # the sender may have ended normally: its message is here
             self._peer.sendall(b"\0")
 
     def close(self) -> None:
         self._peer.close()
-
-
-def _view(buffer: Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return buffer[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _closed_error(name: str, reason: object) -> PeerGone:

@@ -65,6 +65,11 @@ def mapped_storages() -> set[int]:
     return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
+def piece_bytes() -> int:
+    """Return the size in which large tensors are cut, and small ones joined, on any device: that of a slot."""
+    return SLOT_BYTES
+
+
 def flat_limit(device: torch.device) -> int | None:
     """Return the most bytes of a flat tensor in which many small ones travel: those of a slot on a CPU, else None."""
     return SLOT_BYTES if device.type == "cpu" else None

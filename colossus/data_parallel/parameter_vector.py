@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colossus.comm.flat_buffer import FlatBuffer
 from colossus.context.precision import LOW
 
-_ALIGNMENT = 64
 
-
-class ParameterVector:
-    """The layout of a rank's tensors in one buffer of bytes, in which those of a dtype are contiguous.
+class ParameterVector(FlatBuffer):
+    """A rank's tensors, and their places in one buffer.
 
     Args:
         tensors: stored parameters, say, in the same order on all ranks that exchange vectors.
@@ -21,7 +20,6 @@ class ParameterVector:
 
     Attributes:
         tensors: the tensors.
-        nbytes: the size of the buffer.
         device: the device of the tensors.
         dtypes: the dtype of each tensor in the buffer.
     """
@@ -30,40 +28,13 @@ class ParameterVector:
         self.tensors = list(tensors)
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.dtypes = [torch.float32 if wide and tensor.dtype in LOW else tensor.dtype for tensor in self.tensors]
-        self._by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, dtype in enumerate(self.dtypes):
-            self._by_dtype.setdefault(dtype, []).append(index)
+        super().__init__((dtype, tensor.shape) for dtype, tensor in zip(self.dtypes, self.tensors, strict=True))
         #: a buffer on the device for copies to and from the host
         self._on_device: Tensor | None = None
-        self._segments: list[tuple[torch.dtype, int, int]] = []
-        self.nbytes = 0
-        for dtype, indices in self._by_dtype.items():
-            size = sum(self.tensors[index].numel() for index in indices) * dtype.itemsize
-            self._segments.append((dtype, self.nbytes, size))
-            self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of most of the buffer, for accounting."""
-        return max(self._segments, key=lambda segment: segment[2])[0] if self._segments else torch.uint8
 
     def empty(self) -> Tensor:
         """Return a buffer, uint8 [nbytes]."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-
-    def parts(self, buffer: Tensor) -> list[Tensor]:
-        """Return a flat view of the numbers of each dtype in a buffer."""
-        return [buffer[start : start + size].view(dtype) for dtype, start, size in self._segments]
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return for each tensor a view of a buffer that has its shape."""
-        views: dict[int, Tensor] = {}
-        for part, indices in zip(self.parts(buffer), self._by_dtype.values(), strict=True):
-            pieces = part.split([self.tensors[index].numel() for index in indices])
-            views |= {
-                index: piece.view(self.tensors[index].shape) for index, piece in zip(indices, pieces, strict=True)
-            }
-        return [views[index] for index in range(len(self.tensors))]
 
     def on_device(self, buffer: Tensor) -> Tensor:
         """Return a buffer on the device of the tensors; one on the host is copied, and valid until the next call."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.comm import collectives
+from colossus.comm.flat_buffer import chunks
 from colossus.comm.objects import all_gather_object
 from colossus.context.precision import LOW
 from colossus.data_parallel.parameter_vector import ParameterVector
@@ -89,17 +90,11 @@ class ReplicaAverage:
 
     def _chunks(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         """Yield the numbers of tensors that travel together: of one dtype and device, as many as fit in a bucket."""
-        max_bytes = int(self._parts.bucket_mb * 2**20)
-        open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, tensor in enumerate(tensors):
-            kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-            chunk, nbytes = open_chunks.get(kind, ([], 0))
-            if chunk and nbytes + size > max_bytes:
-                yield chunk
-                chunk, nbytes = [], 0
-            open_chunks[kind] = [*chunk, number], nbytes + size
-        for chunk, _ in open_chunks.values():
-            yield chunk
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
+        for numbers in kinds.values():
+            yield from chunks(numbers, lambda number: tensors[number].nbytes, self._parts.bucket_mb * 2**20)
 
     @torch.no_grad()
     def buffers(self) -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.pending import Pending
-from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.comm.shared_memory import piece_bytes
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.data_parallel.options.strategy_options import AveragingOptions, DiLoCoOptions, SlowMoOptions
@@ -112,7 +112,7 @@ class Averaging(PerReplica):
             num_tied = self._num_tied.get(part.dtype, 0)
             for piece in part.split([num_tied, part.numel() - num_tied]):
                 if piece.numel():
-                    yield from piece.split(SLOT_BYTES // part.itemsize)
+                    yield from piece.split(piece_bytes() // part.itemsize)
 
     def end_round(self, average: Tensor) -> None:
         """Change ``average``, a buffer that is the same on all replicas, to the parameters of the next round."""

@@ -39,7 +39,7 @@ class Sizes:
 
 _KB, _MB = 1 << 10, 1 << 20
 #: shared memory carries at most 8 MB
-_MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
+_MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.piece_bytes(), 16 * _MB)
 ON_CPU = Sizes(
     ("fp32",),
     (8, 32, 128, 512, 1024),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from colossus.comm import shared_memory
+from colossus.comm.flat_buffer import chunks
 from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
 from colossus.context.parallel_context import ParallelContext
@@ -274,7 +275,7 @@ class StageBuckets:
             most = shared_memory.flat_limit(group[0].device)
             if most is not None:
                 limit = min(limit, most - 4096 * dtype.itemsize)  # flags have to fit, too
-            for chunk in _chunks(group, limit // dtype.itemsize):
+            for chunk in chunks(group, torch.Tensor.numel, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:
                     self._closing.callback(param.register_post_accumulate_grad_hook(self._on_gradient).remove)
@@ -292,15 +293,3 @@ def gradient_in_parts(param: nn.Parameter) -> ValueError:
         f"that runs several times under torch.utils.checkpoint with use_reentrant=True does that; set "
         f"use_reentrant=False, or use colossus.layers.recompute"
     )
-
-
-def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Yield runs of consecutive parameters with at most ``limit`` elements together, or of one larger parameter."""
-    chunk: list[nn.Parameter] = []
-    for param in params:
-        if chunk and sum(member.numel() for member in chunk) + param.numel() > limit:
-            yield chunk
-            chunk = []
-        chunk.append(param)
-    if chunk:
-        yield chunk

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.comm.shared_memory import piece_bytes
 from colossus.layout.parameter import spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.optim.owner_exchange import Exchange, in_buckets
@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         self._exchanges = [
             (exchange, [members_of_muon[k][0] for k in numbers])
             for numbers, exchange in in_buckets(
-                [tensor for _, tensor in members_of_muon], costs, holders, SLOT_BYTES // self._dtype.itemsize
+                [tensor for _, tensor in members_of_muon], costs, holders, piece_bytes() // self._dtype.itemsize
             )
         ]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from colossus.comm import shared_memory
+from colossus.comm.flat_buffer import chunks
 from colossus.planner.collective import Collective
 from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_axes import PlanAxes
@@ -63,25 +64,12 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: int, *, on_cpu: bool
     for (axes, _), group in groups.items():
         dtype = group[0][1].reduced
         width = itemsize(dtype)
-        limit = min(bucket_bytes, shared_memory.SLOT_BYTES - 4096 * width) if on_cpu else bucket_bytes
-        for chunk in _chunks(group, limit // width):
+        limit = min(bucket_bytes, shared_memory.piece_bytes() - 4096 * width) if on_cpu else bucket_bytes
+        for chunk in chunks(group, lambda numbered: numbered[1].elements, limit // width):
             elements = sum(gradient.elements for _, gradient in chunk) + len(chunk)
             block = min(gradient.block for _, gradient in chunk)
             buckets.append((chunk[-1][0], BucketTraffic(axes, dtype, elements * width, block)))
     return [bucket for _, bucket in sorted(buckets, key=lambda numbered: numbered[0])]
-
-
-def _chunks(group: Iterable[tuple[int, Gradient]], limit: int) -> Iterator[list[tuple[int, Gradient]]]:
-    chunk: list[tuple[int, Gradient]] = []
-    size = 0
-    for number, gradient in group:
-        if chunk and size + gradient.elements > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((number, gradient))
-        size += gradient.elements
-    if chunk:
-        yield chunk
 
 
 def flat_sum(axes: PlanAxes, bucket: BucketTraffic) -> tuple[Collective, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from colossus.comm import shared_memory
-from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.comm.flat_buffer import chunks
 from colossus.planner.collective import Collective
 from colossus.planner.parameter_facts import ParameterFacts, ParameterKind, itemsize
 from colossus.planner.plan_axes import PlanAxes
@@ -77,10 +77,16 @@ class ZeroTraffic:
             key = self._axes.rows_of(kind.cut_axes), kind.sharded, kind.is_trainable
             together.setdefault(key, []).append(place)
         for places in together.values():
-            kinds = [params[place].kind for place in places]
-            over = self._axes.rows_of(kinds[0].cut_axes)
-            for start, stop in self._chunks(kinds, self._axes.size(over)):
-                yield self._flat(places[start:stop], kinds[start:stop], over)
+            over = self._axes.rows_of(params[places[0]].kind.cut_axes)
+            ranks, limit = self._axes.size(over), shared_memory.piece_bytes() if self._on_cpu else None
+
+            def nbytes(place: int, ranks: int = ranks) -> int:
+                kind = params[place].kind
+                wide = max(itemsize(kind.sharded[0]), itemsize(kind.sharded[2]))
+                return (kind.elements + ranks * (len(kind.rows) * kind.row + 1)) * wide
+
+            for chunk in chunks(places, nbytes, limit):
+                yield self._flat(chunk, [params[place].kind for place in chunk], over)
 
     def _flat(self, places: Sequence[int], kinds: Sequence[ParameterKind], over: tuple[str, ...]) -> RowTraffic:
         ranks, name = self._axes.size(over), self._axes.name(over)
@@ -97,31 +103,15 @@ class ZeroTraffic:
             tuple(places), gather, reduction, elements * itemsize(computed), elements * width, size * width
         )
 
-    def _chunks(self, kinds: Sequence[ParameterKind], ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of parameters that travel together: all, or on CPU as many as fit a slot of shared memory."""
-        start, size = 0, 0
-        for number, kind in enumerate(kinds if self._on_cpu else ()):
-            wide = max(itemsize(kind.sharded[0]), itemsize(kind.sharded[2]))
-            nbytes = (kind.elements + ranks * (len(kind.rows) * kind.row + 1)) * wide
-            if number > start and size + nbytes > shared_memory.SLOT_BYTES:
-                yield start, number
-                start, size = number, 0
-            size += nbytes
-        yield start, len(kinds)
-
 
 def together(units: Sequence[Unit]) -> list[Unit]:
     """Join small units that follow each other, as `colossus.data_parallel.zero.blocks.in_buckets` does.
 
     The units stay whole for a step. A joined unit has the block of its first.
     """
-    joined: list[tuple[int, list[ParameterFacts]]] = []
-    size = 0
-    for block, params in units:
-        nbytes = sum(param.kind.elements * itemsize(param.kind.dtype) for param in params)
-        if not joined or size + nbytes > SLOT_BYTES:
-            joined.append((block, []))
-            size = 0
-        joined[-1][1].extend(params)
-        size += nbytes
-    return list(joined)
+
+    def nbytes(unit: Unit) -> int:
+        return sum(param.kind.elements * itemsize(param.kind.dtype) for param in unit[1])
+
+    joined = chunks(units, nbytes, shared_memory.piece_bytes())
+    return [(run[0][0], [param for _, params in run for param in params]) for run in joined]

@@ -1,13 +1,12 @@
 """Messages between workers and servers: requests and replies as frames of `colossus.comm.net`.
 
-The head of a frame is JSON; its payload is tensors, one after the other, each aligned.
+The head of a frame is JSON; its payload is tensors in a `FlatBuffer`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colossus.comm.flat_buffer import FlatBuffer, flat_bytes
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.net import Stream
 from colossus.comm.peer_gone import PeerGone
-
-_ALIGNMENT = 64
 
 
 class ServerGone(PeerGone):
@@ -78,45 +76,6 @@ class Request:
         self.arrays = []
 
 
-class Packing:
-    """The layout of tensors in a buffer.
-
-    Args:
-        described: dtype and shape of each tensor, as in JSON.
-
-    Attributes:
-        num_bytes: bytes of the buffer, alignment included.
-    """
-
-    def __init__(self, described: Sequence[Any]) -> None:
-        self.described, self.num_bytes = list(described), 0
-        self._spans: list[tuple[torch.dtype, Sequence[int], int, int]] = []
-        for name, shape in self.described:
-            dtype = getattr(torch, name)
-            size = math.prod(shape) * dtype.itemsize
-            self._spans.append((dtype, shape, self.num_bytes, self.num_bytes + size))
-            self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Packing:
-        return cls([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors in a buffer, uint8 [at least ``num_bytes``]."""
-        return [buffer[start:stop].view(dtype).view(tuple(shape)) for dtype, shape, start, stop in self._spans]
-
-    def targets(self, tensors: Sequence[Tensor]) -> list[memoryview] | None:
-        """Return the memory of such tensors as pieces of a buffer; None if they are not contiguous."""
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            return None
-        pieces: list[memoryview] = []
-        for tensor, (_, _, start, stop) in zip(tensors, self._spans, strict=True):
-            if stop > start:
-                pieces.append(memoryview(_flat_bytes(tensor).numpy()))  # type: ignore[arg-type]
-                pieces.append(memoryview(bytearray(-stop % _ALIGNMENT)))
-        return pieces
-
-
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy a tensor into another of the same shape.
 
@@ -125,28 +84,24 @@ def copy(target: Tensor, source: Tensor) -> None:
     target, source = target.detach(), source.detach()
     if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype and not source.is_conj():
         if target.numel():
-            np.copyto(_flat_bytes(target).numpy(), _flat_bytes(source).numpy())
+            np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())
     else:
         target.copy_(source)
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, uint8 [bytes]."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def send(stream: Stream, head: dict[str, Any], arrays: Sequence[Tensor], buffers: BufferPool) -> int:
     """Send a message and return the bytes of its arrays. They are on the host, and copied before this returns."""
-    packing = Packing.of(arrays)
-    raw = json.dumps(head | {"a": packing.described}, separators=(",", ":")).encode()
-    if not packing.num_bytes:
+    flat = FlatBuffer.of(arrays)
+    described = [[str(array.dtype).removeprefix("torch."), list(array.shape)] for array in arrays]
+    raw = json.dumps(head | {"a": described}, separators=(",", ":")).encode()
+    if not flat.nbytes:
         stream.send(raw)
         return 0
-    buffer = buffers.take(packing.num_bytes)
-    for view, tensor in zip(packing.views(buffer), arrays, strict=True):
+    buffer = buffers.take(flat.nbytes)
+    for view, tensor in zip(flat.views(buffer), arrays, strict=True):
         copy(view, tensor)
     stream.send(raw, [memoryview(buffer.numpy())], lambda: buffers.give_back(buffer))  # type: ignore[arg-type]
-    return packing.num_bytes
+    return flat.nbytes
 
 
 class Messages:
@@ -171,21 +126,25 @@ class Messages:
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
         described = json.loads(head)
-        packing = Packing(described["a"])
-        into = self._into_of(described)
-        if into is not None and (pieces := packing.targets(into)) is not None:
+        flat, into = _flat_buffer(described), self._into_of(described)
+        if into is not None and all(tensor.is_contiguous() for tensor in into):
             self._payload = list(into), None
-            return pieces
+            return flat.memory_of(into)
         buffer = self._buffers.take(size)
-        self._payload = packing.views(buffer), buffer
+        self._payload = flat.views(buffer), buffer
         return [memoryview(buffer.numpy())]  # type: ignore[arg-type]
 
     def on_frame(self, head: bytes) -> None:
         described = json.loads(head)
         payload, self._payload = self._payload, None
         if payload is None:  # the message has no payload
-            payload = Packing(described["a"]).views(torch.empty(0, dtype=torch.uint8)), None
+            payload = _flat_buffer(described).views(torch.empty(0, dtype=torch.uint8)), None
         self._take(described, *payload)
 
     def on_end(self, reason: str | None) -> None:
         self._end(reason)
+
+
+def _flat_buffer(head: Mapping[str, Any]) -> FlatBuffer:
+    """Return the places of the tensors that the head of a message describes."""
+    return FlatBuffer((getattr(torch, name), torch.Size(shape)) for name, shape in head["a"])

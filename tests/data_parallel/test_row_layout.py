@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colossus.data_parallel.zero import flat_rows
-from colossus.data_parallel.zero.flat_rows import RowLayout
+from colossus.data_parallel.zero.row_layout import RowLayout
 
 #: rows of the shards of a parameter, and the elements of a row
 PARAMETERS = st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(1, 3))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.flat_buffer import FlatBuffer
 from colossus.comm.host_transfer import HostRead
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -144,28 +145,25 @@ class SharedShards:
         self._device = context.device
         shared = {shard.name for shard in shards if shard.is_shared}
         names = {name for of_rank in all_gather_object(sorted(shared), self._group) for name in of_rank}
-        self._sizes = [size for size in sizes if size.name in names]
+        self._names = [size.name for size in sizes if size.name in names]
+        self._flat = FlatBuffer((size.dtype, torch.Size(size.shape)) for size in sizes if size.name in names)
 
     def __bool__(self) -> bool:
-        return bool(self._sizes)
+        return bool(self._names)
 
     def take_first(self, shards: Sequence[ServerShard], values: Sequence[Tensor]) -> None:
         """Overwrite ``values`` of shared shards with those of their first rank. Collective in a replica."""
-        by_name = {shard.name: (shard, value) for shard, value in zip(shards, values, strict=True)}
-        for dtype in dict.fromkeys(size.dtype for size in self._sizes):
-            sizes = [size for size in self._sizes if size.dtype == dtype]
-            counts = [torch.Size(size.shape).numel() for size in sizes]
-            flat = torch.zeros(sum(counts), dtype=dtype, device=self._device)
-            pieces = flat.split(counts)
-            for size, piece in zip(sizes, pieces, strict=True):
-                shard, value = by_name.get(size.name, (None, None))
-                if shard is not None and shard.is_first and value is not None:
-                    piece.copy_(value.reshape(-1))
-            flat = collectives.all_reduce(flat, self._group, owned=True).wait()
-            for size, piece in zip(sizes, flat.split(counts), strict=True):
-                shard, value = by_name.get(size.name, (None, None))
-                if shard is not None and value is not None:
-                    value.copy_(piece.view(value.shape))
+        buffer = torch.zeros(self._flat.nbytes, dtype=torch.uint8, device=self._device)
+        views = dict(zip(self._names, self._flat.views(buffer), strict=True))
+        shared = [(shard, value) for shard, value in zip(shards, values, strict=True) if shard.name in views]
+        for shard, value in shared:
+            if shard.is_first:
+                views[shard.name].copy_(value)
+        for part in self._flat.parts(buffer):
+            if (total := collectives.all_reduce(part, self._group, owned=True).wait()) is not part:
+                part.copy_(total)
+        for shard, value in shared:
+            value.copy_(views[shard.name])
 
 
 class Pull:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from colossus.comm.flat_buffer import chunks
 from colossus.data_parallel.zero.sharded_block import Place, PlacedParameter
 from colossus.layers import Classifier, Embedding, Linear, LMHead
 from colossus.layers.checkpointing import has_forward
@@ -82,17 +83,14 @@ def in_buckets(
     blocks: Iterable[tuple[nn.Module, list[PlacedParameter]]], limit: int
 ) -> list[tuple[list[nn.Module], list[PlacedParameter]]]:
     """Join consecutive blocks while they have at most ``limit`` bytes together, for fewer collectives."""
-    buckets: list[tuple[list[nn.Module], list[PlacedParameter]]] = []
-    size = 0
-    for module, members in blocks:
-        nbytes = sum(member.param.nbytes for member in members)
-        if not buckets or size + nbytes > limit:
-            buckets.append(([], []))
-            size = 0
-        buckets[-1][0].append(module)
-        buckets[-1][1].extend(members)
-        size += nbytes
-    return buckets
+
+    def nbytes(block: tuple[nn.Module, list[PlacedParameter]]) -> int:
+        return sum(member.param.nbytes for member in block[1])
+
+    return [
+        ([module for module, _ in run], [member for _, members in run for member in members])
+        for run in chunks(blocks, nbytes, limit)
+    ]
 
 
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:

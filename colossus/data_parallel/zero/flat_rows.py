@@ -1,9 +1,8 @@
-"""Parameters of which each rank stores some rows: the layout of the rows, their storage, and their all-gather."""
+"""Parameters of which each rank stores some rows: their storage, and their all-gather."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,110 +16,12 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
 from colossus.context.program import Subject
+from colossus.data_parallel.zero.row_layout import RowLayout
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.parameter_hooks import copy_attributes
 from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One logical shard of a parameter; all numbers are in elements.
-
-    Attributes:
-        param: the parameter.
-        start: the shard's first element in the whole parameter.
-        count: its number of elements.
-        offset: the place of a rank's part of it in the rank's flat rows.
-        width: the size of that part, with its padding.
-    """
-
-    param: nn.Parameter
-    start: int
-    count: int
-    offset: int
-    width: int
-
-    def on(self, rank: int) -> tuple[int, int]:
-        """Return the first element of a rank's part, and its size; the last ranks may have fewer elements, or none."""
-        first = min(rank * self.width, self.count)
-        return first, min(self.width, self.count - first)
-
-    def over(self, first: int, ranks: int) -> tuple[int, int]:
-        """Return how many of consecutive ranks have parts without padding, and the elements of the next one's part."""
-        count = min(max(self.count - first * self.width, 0), ranks * self.width)
-        return divmod(count, self.width) if count else (0, 0)
-
-
-class RowLayout:
-    """The rows of each logical shard, cut over ``ranks``: equally many on each rank, fewer on the last.
-
-    Ranks with equally many rows are copied at once: the number of copies does not depend on the number of ranks.
-
-    Attributes:
-        pieces: the shards, in the order of a rank's flat rows.
-        size: the elements of a rank's flat rows, with padding.
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], ranks: int) -> None:
-        self.pieces: list[Piece] = []
-        self.size = 0
-        for param in params:
-            row = math.prod(param.shape[1:])
-            for shard in spec_of(param).shards:
-                start, stop = shard.rows
-                width = -(-(stop - start) // ranks) * row
-                self.pieces.append(Piece(param, start * row, (stop - start) * row, self.size, width))
-                self.size += width
-        self._widths = [piece.width for piece in self.pieces]
-
-    def pieces_of(self, param: nn.Parameter) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.param is param]
-
-    def rows_in(self, whole: Tensor, piece: Piece, rank: int) -> Tensor:
-        """Return a flat view of a rank's rows of a piece in the whole parameter or its gradient."""
-        first, count = piece.on(rank)
-        return whole[piece.start + first :][:count]
-
-    def wholes(self, values: Mapping[nn.Parameter, Tensor], first: int, ranks: int) -> list[Tensor]:
-        """Return views of whole parameters or their gradients, in the order of `parts`.
-
-        Args:
-            values: flat values of parameters; the pieces of others are left out.
-            first: the first of consecutive ranks.
-            ranks: their number.
-        """
-        views: list[Tensor] = []
-        for piece in self.pieces:
-            if piece.param in values:
-                full, rest = piece.over(first, ranks)
-                begin, middle = piece.start + first * piece.width, piece.start + (first + full) * piece.width
-                views += [values[piece.param][begin:middle].view(full, -1)] if full else []
-                views += [values[piece.param][middle : middle + rest]] if rest else []
-        return views
-
-    def parts(self, rows: Tensor, values: Container[nn.Parameter], first: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of the flat rows of consecutive ranks, [ranks, size]: those that have values, and the others.
-
-        Args:
-            rows: the flat rows.
-            values: the parameters that have values.
-            first: the first of the ranks.
-        """
-        views: list[Tensor] = []
-        empty: list[Tensor] = []
-        for piece, own in zip(self.pieces, rows.split(self._widths, 1), strict=True):
-            full, rest = piece.over(first, len(rows)) if piece.param in values else (0, 0)
-            if full == len(rows):
-                views.append(own)
-                continue
-            views += [own[:full]] if full else []
-            if rest:
-                views.append(own[full, :rest])
-                empty.append(own[full, rest:])
-            empty.append(own[full + (rest > 0) :])
-        return views, [view for view in empty if view.numel()]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from colossus.comm import collectives
 from colossus.comm.autograd import uncompiled
-from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.comm.shared_memory import piece_bytes
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
@@ -119,7 +119,7 @@ class ParameterStore:
         chain = self._chain()
         blocks, root = by_block(self._model, chain, takes)
         is_transient = stage == 3 and self.weights.scope != "step"
-        for modules, members in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
+        for modules, members in in_buckets(blocks, 0 if is_transient else piece_bytes()):
             block = ShardedBlock(members, group_of, context, self.weights.scope, stage, offload)
             if is_transient and (hooked := [param for param in block.params if user_hooks(param, POST_ACCUMULATE)]):
                 raise ValueError(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.comm import shared_memory
 from colossus.comm.autograd import is_recorded
+from colossus.comm.flat_buffer import chunks
 from colossus.comm.pending import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -205,16 +206,11 @@ def _by_collective(
         kinds.setdefault((group_of(param), dtypes, param.requires_grad), []).append(param)
     for (group, dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
-        limit = shared_memory.flat_limit(params[0].device)
-        chunk: list[nn.Parameter] = []
-        size = 0
-        for param in params:
+
+        def nbytes(param: nn.Parameter, ranks: int = group.size, wide: int = wide) -> int:
             # with the padding of each rank's last rows, and a flag
             padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
-            nbytes = (param.numel() + group.size * (padding + 1)) * wide
-            if chunk and limit is not None and size + nbytes > limit:
-                yield group, chunk, dtypes
-                chunk, size = [], 0
-            chunk.append(param)
-            size += nbytes
-        yield group, chunk, dtypes
+            return (param.numel() + ranks * (padding + 1)) * wide
+
+        for chunk in chunks(params, nbytes, shared_memory.flat_limit(params[0].device)):
+            yield group, chunk, dtypes
