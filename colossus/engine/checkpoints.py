@@ -20,6 +20,7 @@ from colossus.checkpoint.weight_sources import Assets, find_weights, open_weight
 from colossus.comm.objects import broadcast_object
 from colossus.config import ConfigError
 from colossus.data.loader import Loader
+from colossus.engine.launched import Launched
 from colossus.engine.saves import Saves
 from colossus.state.state import State
 
@@ -39,14 +40,7 @@ class Checkpoints(Saves):
         hooks: hooks whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, or None; by default that of the
             config.
-        save_requested: whether a hook wants the next `after_step` to save, whatever ``checkpoint.every`` is. All hooks
-            have then seen what this one has seen.
-        is_restart: whether the launcher has restarted the ranks: `resume` first looks for the newest whole save of this
-            run, in the memory of the hosts and on the disk.
-        resume_until: on a restart, latest step to resume from; later saves are removed with the branch that the run
-            leaves.
-        skip_batches: number of batches to leave out after it; None: those up to that of step ``resume_until + 1``.
-        rollback_time: time of that decision, in seconds since the epoch; it is saved, so that they are left out once.
+        is_restart, resume_until, skip_batches, rollback_time: a launcher's decision; see `Launched`.
         resumed_from: the checkpoint that was loaded, or None.
         resumed_plan: the plan it was saved under, as text.
         is_same_run: whether that is a checkpoint in this run's folder of checkpoints.
@@ -67,6 +61,11 @@ class Checkpoints(Saves):
         self.resumed_plan, self.is_same_run = "", False
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
+
+    def take_over(self, launched: Launched) -> None:
+        """Resume as a launcher decides it."""
+        self.resume_from, self.on_progress, self.is_restart = launched.resume, launched.on_progress, launched.is_restart
+        self.resume_until, self.skip_batches, self.rollback_time = launched.rollback
 
     @property
     def assets(self) -> Assets:

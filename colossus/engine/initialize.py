@@ -29,6 +29,7 @@ from colossus.engine.deterministic import deterministic_algorithms
 from colossus.engine.engine import Engine
 from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import Inputs
+from colossus.engine.launched import Launched
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory
@@ -96,8 +97,13 @@ def make_engine(
     loss_fn: LossFunction | None = None,
     data: Any = None,
     optimizer: OptimizerFactory | None = None,
+    *,
+    launch: Callable[[ParallelContext], Launched] | None = None,
 ) -> Engine:
-    """Return the engine of `initialize` without weights, for callers that choose their source later."""
+    """Return the engine of `initialize` without weights, for callers that choose their source later.
+
+    ``launch`` returns how a launcher starts the run; all ranks call it at once, before the model is built.
+    """
     config = resolve_sizes(config, int(os.environ.get("WORLD_SIZE", "1")))
     if model is None and config.model is None:
         raise ValueError("no model: set `model` in the config, or pass model= to colossus.initialize")
@@ -113,6 +119,7 @@ def make_engine(
         device = pick_device(config.device, config.comm.backend)
         context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
         closing.callback(context.close)
+        launched = launch(context) if launch is not None else None
         data, index, size = data if data is not None else config.data, context.index("data"), context.size("data")
         loaders = None
         if data is not None:
@@ -145,6 +152,9 @@ def make_engine(
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
         rules = () if whole.groups is None else whole.groups.description
         engine = Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing, rules)
+        if launched is not None:
+            run.folder, strategy.on_progress = launched.folder, launched.on_progress
+            engine.checkpoints.take_over(launched)
         failing.pop_all()
         return engine
 

@@ -92,8 +92,15 @@ class Saves:
         self.stall_seconds += time.perf_counter() - began
         return self._save
 
+    def request_save(self) -> None:
+        """Let the next `after_step` save, whatever ``checkpoint.every`` is: for a hook, on all ranks.
+
+        All hooks have then seen what this one has seen.
+        """
+        self.save_requested = True
+
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`save_requested`) says so; return ended saves.
+        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`request_save`) says so; return ended saves.
 
         These are saves on the disk, also those of `save`, since the last call. A save that fails is logged as an error
         by rank 0, and the next one is tried.

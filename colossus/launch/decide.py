@@ -29,12 +29,12 @@ class Rollback(NamedTuple):
     Attributes:
         until: the newest step from which ranks may resume.
         skip_batches: the number of batches that they skip after it; None: those up to that of the next step.
-        time: the time of the decision, in seconds since the epoch.
+        rollback_time: the time of the decision, in seconds since the epoch.
     """
 
     until: int
     skip_batches: int | None
-    time: float
+    rollback_time: float
 
 
 class PastAttempt(NamedTuple):

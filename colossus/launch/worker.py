@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, state_config
@@ -31,6 +31,10 @@ from colossus.launch.report import stopped_line
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals
 from colossus.registry import HOOKS
+
+if TYPE_CHECKING:
+    from colossus.context.parallel_context import ParallelContext
+    from colossus.engine.launched import Launched
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,20 +97,9 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
 
     if is_on_cuda(config) and not ranks_may_share(config):
         watch_nccl(run, config.comm.timeout_seconds)
-    engine = make_engine(config)
-    if not run.has_launcher:
-        _agree_on_folder(run, engine, origin)
-        _lock_folder(run)
+    engine = make_engine(config, launch=lambda context: _launched(run, context, origin))
     folder = run.folder
     assert folder is not None
-    # the place where torch itself writes recordings, when the watchdog of another rank asks for them
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / FOLDER / RECORDING))
-    engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
-    if run.has_launcher and attempt_log.this_attempt():
-        checkpoints = engine.checkpoints
-        checkpoints.is_restart = True
-        if (rollback := attempt_log.pending_rollback(folder)) is not None:
-            checkpoints.resume_until, checkpoints.skip_batches, checkpoints.rollback_time = rollback
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_start_hook(run, config), metrics, display, *user_hooks]
@@ -122,7 +115,6 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     run.flush_metrics = metrics.flush
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
-    engine.checkpoints.on_progress = engine.strategy.on_progress = run.stop.progress
 
     try:
         summary = fit(engine, hooks)
@@ -182,27 +174,45 @@ def _start_hook(run: RankRun, config: Config) -> Any:
     return StartHook()
 
 
-def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) -> None:
-    """Let rank 0 choose the folders and broadcast them, under torchrun and srun, where our launcher has not done so.
+def _launched(run: RankRun, context: ParallelContext, origin: Callable[[], Origin]) -> Launched:
+    """Return how this run starts.
+
+    Under torchrun and srun, where our launcher has not done so, rank 0 chooses the folder and the checkpoint. It is
+    also the one that reads the order of a restart, since other hosts may see the run folder a moment later, or not.
 
     Raises:
         ConfigError: on every rank, where a folder belongs to another run, or there is nothing to resume.
     """
     from colossus.comm.objects import broadcast_object
+    from colossus.engine.launched import Launched
 
-    folder, resume, problems = None, None, None
-    if engine.context.rank == 0:
+    is_restart = run.has_launcher and attempt_log.this_attempt() > 0
+    rollback, problems = None, None
+    if context.rank == 0:
         try:
-            start = origin().take()
+            if not run.has_launcher:
+                run.folder, run.resume = _take_folder(run, origin)
+            elif is_restart and run.folder is not None:
+                rollback = attempt_log.pending_rollback(run.folder)
         except ConfigError as error:
             problems = error.problems
-        else:
-            run.locks += start.locks
-            remove_recordings(start.folder)
-            attempt_log.append(start.folder, attempt_log.this_attempt(), began=time.time())
-            folder, resume = start.folder.resolve(), start.resume
-    world = engine.context.group(engine.context.grid.names)
-    folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)
+    if not run.has_launcher or is_restart:
+        facts = run.folder, run.resume, rollback, problems
+        world = context.group(context.grid.names)
+        run.folder, run.resume, rollback, problems = broadcast_object(facts, world, 0)
     if problems is not None:
         raise ConfigError(problems)
-    run.folder, run.resume = folder, resume
+    folder = run.folder
+    assert folder is not None
+    # the place where torch itself writes recordings, when the watchdog of another rank asks for them
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / FOLDER / RECORDING))
+    return Launched(folder, run.resume, run.stop.progress, is_restart, rollback or (None, 0, 0.0))
+
+
+def _take_folder(run: RankRun, origin: Callable[[], Origin]) -> tuple[Path, str | None]:
+    """Make and lock the folders of a run without our launcher, and return the run folder and the checkpoint."""
+    start = origin().take()
+    run.locks += (*start.locks, run_folder.hold(start.folder))
+    remove_recordings(start.folder)
+    attempt_log.append(start.folder, attempt_log.this_attempt(), began=time.time())
+    return start.folder.resolve(), start.resume

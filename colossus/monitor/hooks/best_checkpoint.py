@@ -51,7 +51,7 @@ class BestCheckpoint(MetricHook):
         self._best = best[: self.options.keep]
         self._dropped += [step for _, step in best[self.options.keep :]]
         self._name(engine)
-        engine.checkpoints.save_requested = True  # the save waits until later hooks have received the evaluation
+        engine.checkpoints.request_save()  # the save waits until later hooks have received the evaluation
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if saved.step not in [step for _, step in self._best]:
