@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -139,9 +139,6 @@ class PerReplica(AllReduce):
             finally:
                 self.is_averaged = False
                 self.store.release()
-
-    def export(self) -> AbstractContextManager[None]:
-        return self.evaluation()
 
     def consensus(self) -> dict[str, float]:
         if self._distance is None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.replica_state import ReplicaState
+from colossus.data_parallel.step_numbers import StepNumbers
 from colossus.data_parallel.update import scale_gradients, skipping_on_device
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import ModelParts
 from colossus.sparse.choice import Survey
 from colossus.sparse.tables import Tables
@@ -22,7 +22,7 @@ from colossus.sparse.tables import Tables
 BackwardKind = Literal["backward", "backward_input", "backward_weight"]
 
 
-class Strategy:
+class Strategy(StepNumbers, ReplicaState):
     """The base of the data-parallel strategies, which exchanges nothing.
 
     A *replica* is a whole copy of the model, on the ranks over all axes but ``data``. An *exact* strategy keeps
@@ -45,22 +45,15 @@ class Strategy:
 
     An exact strategy that keeps its parameters on the ranks need not override the other methods.
 
+    Its methods are of three ideas: how gradients are summed and applied (here), what the ranks agree on in a step
+    (`StepNumbers`), and what a replica has of its own (`ReplicaState`).
+
     Attributes:
-        exact: whether replicas stay equal, and a step's numbers are those of the global batch.
-        state_per_replica: whether each replica of an exact strategy has state of its own (`state_dict`,
-            `parameter_state`), as each replica of an inexact one has.
-        state_is_alike: whether the state of one replica may be loaded by all, where their number changes.
-        is_averaged: whether parameters are the average of the replicas now, inside `evaluation` or `export`.
         tables: this rank's tables with sparse gradients; None where there are none.
-        trained: the stored parameters that training changes.
         on_progress: called where this replica waits for others that go on, so that nothing counts as stuck.
         loss_scale: the factor of the losses of the step that runs, set before `begin_step`; None: 1.
     """
 
-    exact: ClassVar[bool] = True
-    state_per_replica: bool = False
-    state_is_alike: ClassVar[bool] = False
-    is_averaged = False
     tables: Tables | None = None
     loss_scale: Tensor | None = None
 
@@ -144,37 +137,6 @@ class Strategy:
         """Return numbers for the metrics of a step, by name."""
         return {}
 
-    # -- checkpoints ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state beyond the parameters: plain values and tensors, saved from the first rank of each replica.
-
-        Where replicas have state of their own (not ``exact``, or ``state_per_replica``), each loads its own as long as
-        their number is the same. Under another number each loads ``{}``, or the first one's state where
-        ``state_is_alike``. Under another strategy each loads ``{}``.
-        """
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, possibly under another plan; an empty state resets."""
-
-    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        """Return state of each stored parameter: tensors of its shape, tensors that all ranks share, or plain values.
-
-        It is saved by logical name, so that it can be loaded under another plan.
-        """
-        return {}
-
-    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Load what `parameter_state` returned; empty when the checkpoint has none."""
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-        """Return the optimizer's state of each stored parameter, wherever it is. Collective over all ranks."""
-        return optimizer.state
-
-    def parameters_loaded(self) -> None:
-        """Drop copies of parameters and of their optimizer's state, which were loaded from a checkpoint."""
-
     def close(self) -> None:
         """End threads and connections; the run is over."""
 
@@ -206,102 +168,3 @@ class Strategy:
     def choices_made(self) -> list[str]:
         """Return lines for the start of a run that say what the strategy has chosen."""
         return []
-
-    # -- the numbers of a step ------------------------------------------------------------------------------
-
-    @property
-    def summed_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients and the step's numbers are summed: all, or those inside a replica."""
-        context = self.parts.context
-        return context.grid.names if self.exact else context.replica_axes
-
-    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
-        """Return this rank's addends of the squared gradient norm, for each parameter of ``norm``: float64 [params].
-
-        Args:
-            norm: the gradient norm.
-            squares: the squares of the gradients on this rank, not finite where a gradient is not.
-        """
-        return squares
-
-    def replica_scalars(self, numbers: Tensor) -> Tensor:
-        """Sum the step's numbers, float64 [n], over the replica's ranks, or over all under an exact strategy.
-
-        Gradients are divided and clipped by the sums, so this waits for them.
-        """
-        return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
-
-    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        """Return the logged numbers of step ``step``, float64 [loss sum, count, gradient norm, ..].
-
-        They are those of all replicas where `is_summed` is true, else those of this replica.
-        """
-        return numbers if self.exact else self.sum_over_replicas(numbers)
-
-    def sum_over_replicas(self, numbers: Tensor) -> Tensor:
-        """Sum the replicas' numbers of a step; of the gradient norm, return the mean. Collective over data."""
-        if self._data_group.size == 1:
-            return numbers
-        total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
-        total[2] /= self._data_group.size
-        return total
-
-    def is_summed(self, step: int) -> bool:
-        """Return whether the logged numbers of step ``step`` are those of all replicas."""
-        return True
-
-    def agree_on_stop(self, step: int, requests: float) -> float:
-        """Return the requests to stop that all replicas act on after step ``step``; called at the end of each step.
-
-        Args:
-            step: the step, the same on all replicas where the result is not 0.
-            requests: the requests of the ranks that `replica_scalars` sums over, in every step from the first on.
-        """
-        return requests
-
-    def consensus(self) -> dict[str, float]:
-        """Return the distance of the replicas from their average, where the last step or an evaluation measured it.
-
-        The keys are ``consensus_distance`` and ``consensus_distance_relative`` (`replica_average.Distance`).
-        """
-        return {}
-
-    # -- where replicas differ ------------------------------------------------------------------------------
-
-    @property
-    def own_parameters(self) -> bool:
-        """Return whether each replica has parameters and an optimizer of its own.
-
-        A checkpoint saves these beside the parameters that are evaluated.
-        """
-        return not self.exact
-
-    def sync_point(self) -> None:
-        """Wait until all replicas have come here, before they evaluate, save or end together."""
-
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters and buffers are the average of the replicas. Collective over all ranks.
-
-        It is entered around an evaluation, and around a loop of `Engine.eval_step` or of one's own. Nested contexts
-        change nothing.
-        """
-        return nullcontext()
-
-    def forwards(self) -> AbstractContextManager[None]:
-        """Return a context for a batch's forwards inside `evaluation`; a rank may have any number. Collective."""
-        return nullcontext()
-
-    def export(self) -> AbstractContextManager[None]:
-        """Return a context for exports, in which parameters and buffers are the same in all replicas.
-
-        Collective over all ranks.
-        """
-        return nullcontext()
-
-    def average_addend(self) -> tuple[list[Tensor], float]:
-        """Return this replica's addend of the average, for each stored parameter in ``trained``, and its weight.
-
-        The average is the sum of the addends of all replicas over the sum of their weights. The receiver counts values
-        that are under way. The tensors may be the parameters themselves, so they are not written to. Collective.
-        """
-        return [param.detach() for param in self.trained], 1.0

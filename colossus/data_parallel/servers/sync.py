@@ -102,12 +102,6 @@ class SyncServer(AllReduce):
         with super().evaluation():
             yield
 
-    @contextmanager
-    def export(self) -> Iterator[None]:
-        self.sync_point()
-        with super().export():
-            yield
-
     def parameters_loaded(self) -> None:
         self.at_servers.is_placed = False  # the next step places them again
 
