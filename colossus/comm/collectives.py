@@ -16,6 +16,7 @@ from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
+from colossus.comm.tree_sum import tree_sum
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 
@@ -56,6 +57,8 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     """
     if group.size == 1:
         return Ready(x)
+    if group.sums_in_tree and op == "sum" and x.is_floating_point():
+        return all_gather(x.unsqueeze(0), group, what=what).then(lambda terms: tree_sum(terms.unbind()))
     entry = record("all_reduce", x, group, what=what)
     return Pending(transport_of(x, group).all_reduce(x, op, owned and x.is_contiguous()), entry)
 

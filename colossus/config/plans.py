@@ -15,6 +15,7 @@ from colossus.arithmetic import divisors, expert_factor, factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
 from colossus.config.learning_rates import learning_rate_problems
+from colossus.config.reproducible import reproducible_plan
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.import_path import is_path
@@ -138,9 +139,11 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
     if resolved.zero.stage and strategy is not None:
         resolved = resolved.model_copy(update={"zero": strategy.zero_of(resolved)})
+    config, resolved, refused = reproducible_plan(config, resolved, options)
     problems += plan_problems(config, resolved, options)
     if problems:
         problems[-1] += suggestions(config, options, world_size(resolved))
+    problems += refused
     model_type, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
     if "none" not in (model_type, wanted):
         keys = f"model.activation_checkpoint = {model_type!r} and train.activation_checkpoint = {wanted!r}"
@@ -270,8 +273,7 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
 
 def suggestions(config: Config, options: Any, nproc: int) -> str:
     """Return lines to append to a problem: the nearest plans for this number of processes."""
-    plans = nearest_plans(config, options, nproc)
-    if not plans:
+    if not (plans := nearest_plans(config, options, nproc)):
         return f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
     return f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
 
@@ -297,9 +299,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, max_plans: int = 4) 
             break
         data, pipeline, sequence, tensor = sizes
         axis_sizes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
-        sections = {
-            axis: getattr(parallel, axis).model_copy(update={"size": size}) for axis, size in axis_sizes.items()
-        }
+        sections = {axis: getattr(parallel, axis).model_copy(update={"size": n}) for axis, n in axis_sizes.items()}
         candidate, problems = _with_sequence_mode(parallel.model_copy(update={"data": data, **sections}), options)
         if problems or plan_problems(config, candidate, options):
             continue

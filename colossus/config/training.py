@@ -214,6 +214,14 @@ class Train(Section):
     profile: Profile | None = None
     #: whether torch uses algorithms with the same bits each time, some slower; an operation that has none is refused
     deterministic: bool = False
+    #: "plan": losses, gradients and weights have the same bits under data, pipeline, 1D and ZeRO in any sizes; several
+    #: times slower, and each sample is a microbatch
+    reproducible: Literal["plan"] | None = None
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Return whether torch's deterministic algorithms are used."""
+        return self.deterministic or self.reproducible is not None
 
     @property
     def batch_sizes(self) -> BatchSizes:

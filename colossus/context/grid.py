@@ -156,6 +156,7 @@ class LayerOptions:
         keep_gathered: backward reuses inputs that forward gathered, instead of gathering them again.
         weight_scope: the lifetime of a gathered weight: ``matmul``, ``microbatch`` or ``step``.
         panels: the most panels of rows in which a product moves its operands, see `colossus.tensor_parallel.panels`.
+        reproducible: sums have the same bits under every plan, see `colossus.gradients.order_free`.
     """
 
     tensor_mode: str = "1d"
@@ -165,11 +166,12 @@ class LayerOptions:
     keep_gathered: bool = False
     weight_scope: str = "matmul"
     panels: int = 1
+    reproducible: bool = False
 
     @classmethod
-    def from_config(cls, parallel: Any) -> LayerOptions:
-        """Return the options of a resolved ``ParallelConfig``."""
-        tensor = parallel.tensor
+    def from_config(cls, config: Any) -> LayerOptions:
+        """Return the options of a resolved config."""
+        parallel, tensor = config.parallel, config.parallel.tensor
         return cls(
             tensor_mode=tensor.mode,
             sequence_mode=parallel.sequence.mode or "ring",
@@ -178,4 +180,5 @@ class LayerOptions:
             keep_gathered=tensor.gathered == "keep",
             weight_scope=tensor.weights,
             panels=tensor.panels,
+            reproducible=config.train.reproducible is not None,
         )

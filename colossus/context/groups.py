@@ -38,6 +38,7 @@ class AxisGroup:
         process_group: None when the group has one rank; collectives over it are then the identity.
         is_on_host: its ranks exchange only tensors of the host (gloo); see `comm.host_staging`.
         is_fake: its other ranks are pretended: nothing travels between them, and they answer as this one.
+        sums_in_tree: its sums are by `colossus.comm.tree_sum`, in the order of the ranks.
         program: the record of the parameters that its collectives moved.
         key: a text that only this object has in this process: see `group_of`.
     """
@@ -48,6 +49,7 @@ class AxisGroup:
     process_group: dist.ProcessGroup | None
     is_on_host: bool = field(init=False)
     is_fake: bool = field(init=False)
+    sums_in_tree: bool = field(init=False, default=False)
     program: Program = field(init=False, default_factory=Program, repr=False)
     key: str = field(init=False)
     _opened: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)

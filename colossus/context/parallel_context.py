@@ -97,7 +97,7 @@ class ParallelContext:
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
             backend=config.comm.backend,
-            options=LayerOptions.from_config(config.parallel),
+            options=LayerOptions.from_config(config),
             precision=Precision.from_config(config.train.precision),
             connect=connect,
             on_join=on_join,
@@ -214,8 +214,7 @@ class ParallelContext:
         """Make the group of a key: the world or an axis of the mesh where it is one of these, else a new group."""
         if self.closed:
             raise ValueError("this ParallelContext is closed")
-        ranks = tuple(members)
-        process_group: dist.ProcessGroup | None = None
+        ranks, process_group = tuple(members), None
         if len(ranks) > 1:
             is_of_axes = key == names and (backend is None or is_fake())
             if is_of_axes and ranks == tuple(range(self.world_size)):
@@ -230,6 +229,7 @@ class ParallelContext:
                 if uses(dist.Backend.GLOO, process_group):
                     dist.barrier(process_group)  # a rank that ends early must not end one that is connecting to it
         group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
+        group.sums_in_tree = self.options.reproducible and not set(self.grid.axes("tensor")).isdisjoint(names)
         return group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:

@@ -46,6 +46,20 @@ def deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fills_memory, benchmarks
 
 
+@contextmanager
+def one_thread(is_enabled: bool) -> Iterator[None]:
+    """Compute with one thread of the CPU inside of a block: threads divide sums, and the plan divides the cores."""
+    if not is_enabled:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def add_switch(error: BaseException) -> None:
     """Add a note to torch's error about a nondeterministic operation: the config key that refuses it."""
     if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):

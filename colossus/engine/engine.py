@@ -186,7 +186,7 @@ class Engine:
             self._stages.buffers.end_step()
             with as_shards():
                 self.store.end_step()
-                self.strategy.finish()
+            self._stages.finish()
         return totals
 
     def _require_size(self, batch: Any) -> None:

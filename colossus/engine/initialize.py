@@ -25,7 +25,7 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
-from colossus.engine.deterministic import deterministic_algorithms
+from colossus.engine.deterministic import deterministic_algorithms, one_thread
 from colossus.engine.engine import Engine
 from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import Inputs
@@ -115,7 +115,11 @@ def make_engine(
     shared_memory.enable(config.comm.shared_memory)
     with ExitStack() as failing:  # the parts of an engine; later ones depend on earlier ones
         closing = failing.enter_context(ExitStack())
-        closing.enter_context(deterministic_algorithms(config.train.deterministic))  # before CUDA starts
+        is_reproducible = config.train.reproducible is not None
+        closing.enter_context(
+            deterministic_algorithms(config.train.deterministic or is_reproducible)
+        )  # before CUDA starts
+        closing.enter_context(one_thread(is_reproducible))
         device = pick_device(config.device, config.comm.backend)
         context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
         closing.callback(context.close)

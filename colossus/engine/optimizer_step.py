@@ -21,6 +21,7 @@ from colossus.engine.results import Routing, StepResult
 from colossus.engine.routers import Routers
 from colossus.error_place import located_error
 from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.square_digits import square_of
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
@@ -168,7 +169,11 @@ class OptimizerStep:
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         factor = None if self.loss_scaler is None else self.loss_scaler.factor
         divisor = count if factor is None else count * factor
-        norm = numbers[2].sqrt() / divisor
+        square = numbers[2]
+        if self._context.options.reproducible:
+            digits = self._norm.local_digits(self._context.device) * float(self._counts_norm)
+            square = square_of(self._strategy.replica_scalars(digits))
+        norm = square.sqrt() / divisor
         if self.program_check is not None and norm.device.type != "cpu":  # raised one step late: until then no update
             norm = torch.where(numbers[4] == 0, norm, torch.nan)
         scale = 1.0 / divisor

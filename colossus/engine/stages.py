@@ -20,6 +20,7 @@ from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import ForwardCall, Inputs
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, shared_sum
 from colossus.engine.loss_parameters import FirstLoss
+from colossus.gradients.order_free import OrderFreeGradients, shared_parameters
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layout.split_parameter import as_shards
@@ -48,6 +49,7 @@ class ModelStages:
         metrics: sums of evaluations beside the loss.
         step: step of the random streams; None in an evaluation.
         infos: facts about each microbatch of the step or evaluation.
+        gradients: the sums of gradients under ``train.reproducible``, else None: a strategy sums them as they are made.
     """
 
     def __init__(
@@ -84,6 +86,11 @@ class ModelStages:
         self.step: int | None = None
         self.infos: Sequence[BatchInfo] = ()
         self.observers: list[StepObserver] = []
+        self.gradients: OrderFreeGradients | None = None
+        if context.options.reproducible:
+            parts = strategy.parts
+            shared = shared_parameters(model, parts, store.stored)
+            self.gradients = self._weights.addends = OrderFreeGradients(parts, shared)
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         self._parallel.batch_info = self.infos[microbatch]
@@ -143,6 +150,9 @@ class ModelStages:
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
         self._store.after_backward()
         self._strategy.after_backward(stage, microbatch, cast(BackwardKind, kind))
+        if self.gradients is not None:
+            with as_shards():
+                self.gradients.take()
 
     def full_backward(self) -> AbstractContextManager[None]:
         return self._wgrad_mode
@@ -158,8 +168,9 @@ class ModelStages:
 
     def before_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch()
-        with as_shards():
-            self._strategy.last_backward(stage)
+        if self.gradients is None:
+            with as_shards():
+                self._strategy.last_backward(stage)
 
     def after_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch(False)
@@ -167,7 +178,19 @@ class ModelStages:
     def reduce(self, stage: int) -> None:
         with as_shards():
             self._weights.flush(self._ids[stage])
-            self._strategy.reduce(stage)
+            if self.gradients is None:
+                self._strategy.reduce(stage)
+
+    def finish(self) -> None:
+        """Wait until the gradients that the optimizer will see are complete."""
+        with as_shards():
+            if self.gradients is not None:
+                self.gradients.take()
+                self.gradients.finish()
+                for stage in self._parameters:
+                    self._strategy.last_backward(stage)
+                    self._strategy.reduce(stage)
+            self._strategy.finish()
 
 
 class ForwardRng:
@@ -182,7 +205,8 @@ class ForwardRng:
         self._context = context
         self._torch = GlobalRng(tuple({torch.device("cpu"), context.device}), torch_only=True)
         self._numpy = np.random.MT19937(0)
-        shard = model_parallel_of(context).regions.whole.batch
+        self._parallel = model_parallel_of(context)
+        shard = self._parallel.regions.whole.batch
         self._shard_index = context.index(shard), context.index("sequence")
         #: number of evaluation forwards of each stage since the last training step
         self._evaluations: dict[int, int] = {}
@@ -190,15 +214,19 @@ class ForwardRng:
     @contextmanager
     def forward(self, stage: int, microbatch: int, stream: int, *, training: bool) -> Iterator[None]:
         """Seed the generators for a forward of a stage at the current step, with a stream of the microbatch."""
+        shard_index: tuple[int, ...] = self._shard_index
         if training:
             self._evaluations.clear()
             position: tuple[object, ...] = self._context.rng.step, microbatch, stream
+            if self._context.options.reproducible:  # by its sample, which is the microbatch
+                sample = self._parallel.batch_info.first_sample + microbatch
+                shard_index, position = (), (self._context.rng.step, sample, stream)
         else:
             count = self._evaluations[stage] = self._evaluations.get(stage, 0) + 1
             position = "evaluation", self._context.rng.step, count, stream
         seed = self._context.rng.seed
         torch_state, python_state, numpy_generator = self._torch.get_state(), random.getstate(), get_bit_generator()
-        self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))
+        self._torch.seed(hash_key(seed, "torch", *shard_index, *position))
         program_seed = hash_key(seed, "python", *position)
         random.seed(program_seed)
         # the generator is swapped, since copying its state takes longer than all other work here

@@ -37,7 +37,7 @@ def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tupl
     return tuple(axis for axis in context.grid.names if axis in nontrivial)
 
 
-def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
+def agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
     """Share the axes of parameters that some rank has used, and return the parameters that no rank has used yet.
 
     Collective over the ranks of a stage, since a layer may be used on some of them only.
@@ -204,7 +204,7 @@ class StageBuckets:
     def prepare(self) -> None:
         """Make the buckets of parameters used for the first time; called before the stage's last backward of a step."""
         num_before = len(self._undecided)
-        self._undecided = _agree_on_axes(self._undecided, self._context)
+        self._undecided = agree_on_axes(self._undecided, self._context)
         if self._buckets is None or len(self._undecided) < num_before:
             self._add_buckets()
         self._next = 0

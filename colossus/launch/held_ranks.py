@@ -56,7 +56,7 @@ def hold_ranks(config: Config, make: Callable[[], Any], threads: int) -> LocalRa
         start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
         backend=choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         collective_timeout=config.comm.timeout_seconds,
-        variables=VARIABLES if config.train.deterministic else None,  # the process group may start CUDA
+        variables=VARIABLES if config.train.is_deterministic else None,  # the process group may start CUDA
         is_victim=is_of_a_peer,
     )
 

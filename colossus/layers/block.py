@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.error_place import located_error
 from colossus.layers.attention import Attention
 from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layers.checkpointing import checkpoint_module
@@ -21,12 +22,17 @@ from colossus.layers.moe import MoE
 from colossus.layout.parameter import Initializer
 from colossus.registry import MLPS, NORMS
 from colossus.sharded_tensor.placement import placement_of
-from colossus.sharded_tensor.regions import require_sequences
+from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import plain_of_graph, wrap
+
+#: numbers that a CPU's vector units compute at a time, unrolled
+_VECTORS = 32
 
 
 class MLP(Layer):
     """A perceptron: down(gelu(up(x))). Input and output [.., hidden_size]; tensor ranks split ``ffn_size``."""
+
+    is_reproducible = True
 
     #: its name in `colossus.registry.MLPS`, and the outputs of ``up`` if that is fused
     kind = "gelu"
@@ -51,8 +57,20 @@ class MLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         up = call(self.up, x, self.parallel, self.parallel.regions.inner, outputs=len(self.outputs) or None)
-        y: Tensor = call(self.down, self._activation(up), self.parallel)
+        hidden = self._activation(up)
+        self._require_no_tail(hidden)
+        y: Tensor = call(self.down, hidden, self.parallel)
         return y
+
+    def _require_no_tail(self, hidden: Tensor) -> None:
+        """Raise ValueError where a CPU's vector units leave a rest, which has other bits than in a larger tensor."""
+        if not self.context.options.reproducible or self.parallel.shardings is None or hidden.device.type != "cpu":
+            return
+        if (size := local(hidden).numel()) % _VECTORS:
+            raise located_error(
+                f"train.reproducible = 'plan': a tensor rank has {size} numbers inside of {self.title}; tokens of a "
+                f"sample x ffn_size / tensor ranks must be a multiple of {_VECTORS}"
+            )
 
     def _activation(self, up: Any) -> Tensor:
         """Return the input of ``down`` for the output or outputs of ``up``."""
@@ -113,6 +131,8 @@ class TransformerBlock(Layer):
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
             attention and collectives, recompute the rest); ``train.activation_checkpoint`` sets it for any model.
     """
+
+    is_reproducible = True
 
     def __init__(
         self,

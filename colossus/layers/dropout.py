@@ -27,6 +27,8 @@ class Dropout(Layer):
         any, dim 0 the samples (see `ElementNumbers.of`).
     """
 
+    is_reproducible = True
+
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:

@@ -60,6 +60,8 @@ class Embedding(Layer):
             would silently return zeros).
     """
 
+    is_reproducible = True
+
     def __init__(
         self,
         num_embeddings: int,
@@ -219,6 +221,8 @@ class PositionEmbedding(Layer):
     Raises:
         ValueError: there are more tokens than positions.
     """
+
+    is_reproducible = True
 
     def __init__(
         self,

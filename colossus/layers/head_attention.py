@@ -43,6 +43,8 @@ class HeadAttention(Layer):
         rotary: the rotary positions of queries and keys; None: none.
     """
 
+    is_reproducible = True
+
     rotary: nn.Module | None
     takes_plain_parameters = True
 

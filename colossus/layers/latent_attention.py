@@ -64,6 +64,8 @@ class LatentAttention(HeadAttention):
         ValueError: the tensor ranks do not divide the heads; an odd rope_dim.
     """
 
+    is_reproducible = False
+
     def __init__(
         self,
         hidden_size: int,

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,22 @@ class Layer(NamedModule):
     Attributes:
         is_fused: the layer returns several outputs, as a tuple.
         takes_plain_parameters: its own parameters may be plain ones, as in a copy of the model for one process.
+        is_reproducible: its values and gradients have the same bits under any number of tensor ranks (1D), if
+            ``train.reproducible`` is set.
     """
 
     is_fused: bool = False
     takes_plain_parameters: bool = False
+    is_reproducible: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
         self.parallel = model_parallel_of(current_context())
+        if self.context.options.reproducible and self.parallel.shardings is not None and not self.is_reproducible:
+            raise located_error(
+                f"train.reproducible = 'plan': {type(self).__name__} does not compute the same bits under every number "
+                f"of tensor ranks: use parallel.tensor = 1"
+            )
         self._seen: set[Activation] = set()  # layouts of inputs that have been checked and recorded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:

@@ -19,14 +19,18 @@ from colossus.layout.redistribute import move
 from colossus.sharded_tensor.regions import unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product, tiles_of
 from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.move_plan import MovePlan
 
 SPLITS = (None, "column", "row")
+STAYS = MovePlan((), ())
 
 
 class MatmulLayer(Layer):
     """Base of layers that multiply by one weight [out, in], split by ``sharding``; None without tensor parallelism."""
+
+    is_reproducible = True
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -73,6 +77,17 @@ class MatmulLayer(Layer):
         except (ValueError, RuntimeError) as error:
             self.name_error(error, x, source, self.in_features)
             raise
+
+    def whole_product(self, x: Tensor) -> Tensor:
+        """Return the product of a plain x without tensor parallelism."""
+        if not self.context.options.reproducible:
+            return product(x, self.weight, self.bias)
+        return matmul(x, self.weight, self.bias, self.whole_plans())
+
+    def whole_plans(self) -> MatmulPlans:
+        """Return plans without moves."""
+        tiles = tiles_of(self.context, Layout.whole(2), [stop - start for start, stop in rows_of(self.weight)])
+        return MatmulPlans(STAYS, STAYS, STAYS, (), self.parallel.weights, keep=True, adds_bias=True, tiles=tiles)
 
     def plans_of(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
         """Return the plans of `multiply`, made once."""
@@ -147,7 +162,7 @@ class Linear(MatmulLayer):
     def forward(self, input: Tensor) -> Any:
         local, placement = unwrap(input, self.parallel)
         if self.sharding is None:
-            y = self._outputs(product(local, self.weight, self.bias))
+            y = self._outputs(self.whole_product(local))
             return tuple(wrap(output, placement) for output in y) if self.is_fused else wrap(y, placement)
         self.require_batch(local)
         target = self.parallel.regions.inner if self.split == "column" else placement.return_layout
@@ -214,7 +229,8 @@ def share_input(linears: Sequence[Linear]) -> None:
     """Let linears with the same input tensor share its move, if they multiply x in one layout."""
     by_layout: dict[Activation, list[Linear]] = {}
     for linear in linears:
-        if linear.sharding is not None and linear.split == "column":
+        # the sum of several products' gradients over ranks has other bits than the sum of their sums
+        if linear.sharding is not None and linear.split == "column" and not linear.context.options.reproducible:
             by_layout.setdefault(linear.sharding.x, []).append(linear)
     for group in by_layout.values():
         if len(group) > 1:

@@ -21,10 +21,6 @@ from colossus.layout.redistribute import move
 from colossus.sharded_tensor.regions import to_whole, unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.matmul import MatmulPlans, product
-from colossus.tensor_parallel.move_plan import MovePlan
-
-STAYS = MovePlan((), ())
 
 
 class LMHead(MatmulLayer):
@@ -87,7 +83,7 @@ class LMHead(MatmulLayer):
         if isinstance(input, ChunkedLogits):
             return self.product_of(*input.product).gathered()
         if self.sharding is None:
-            return product(input, self.weight, self.bias)
+            return self.whole_product(input)
         local, placement = unwrap(input, self.parallel)
         self.require_batch(local)
         inner = self.parallel.regions.inner
@@ -112,12 +108,13 @@ class LMHead(MatmulLayer):
 
     def product_of(self, input: Tensor, chunk: int, cap: float | None) -> HeadProduct:
         """Return the product that `forward` computes, to be computed in chunks of ``chunk`` rows."""
+        if self.context.options.reproducible:
+            raise located_error("train.reproducible = 'plan' has no logits in chunks: set loss_chunk=None")
         local, placement = unwrap(input, self.parallel)
         sharding, inner, ndim = self.sharding, self.parallel.regions.inner, local.dim()
         if sharding is None:
-            layout = LogitsLayout(None, 0, self.vocab_size, self.vocab_size)
-            plans = MatmulPlans(STAYS, STAYS, STAYS, (), self.parallel.weights, keep=True, adds_bias=True)
-            return HeadProduct(to_product_dtype(local), self.weight, self.bias, plans, layout, cap, chunk)
+            layout = LogitsLayout.whole(self.vocab_size)
+            return HeadProduct(to_product_dtype(local), self.weight, self.bias, self.whole_plans(), layout, cap, chunk)
         self.require_batch(local)
         x = move(to_product_dtype(local), placement.activation, sharding.x, self.context)
         plans = self.plans_of(sharding.x, inner, ndim)

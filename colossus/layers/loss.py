@@ -104,7 +104,7 @@ def label_losses(
     """Return the loss of each token of a rank's rows, [..], 0 where the label is ``ignore_index``."""
     logits, layout = split
     flat, valid = logits.reshape(-1, logits.shape[-1]), labels != ignore_index
-    if layout.group is None and z_loss == 0.0:
+    if layout.group is None and z_loss == 0.0 and layout.leaves == 1:
         loss = F.cross_entropy(
             to_wide_dtype(flat),
             labels.reshape(-1),
@@ -125,8 +125,9 @@ class _CrossEntropy(torch.autograd.Function):
         labels, valid   [t]        of these rows, over the whole vocabulary
         log_sum         [t]        log-sum-exp over the whole vocabulary, the same on all ranks of the group
 
-        forward  each rank's maximum, sum of exponentials and target logit (0 where another rank has it), and the sum
-                 of logits when smoothing, are all-gathered: 3 or 4 [t]. The losses [t] are the same on all ranks.
+        forward  each leaf's maximum, sum of exponentials and target logit (0 where another leaf has it), and the sum
+                 of logits when smoothing, are all-gathered: 3 or 4 [t]; a rank's columns are one leaf, or several
+                 under ``train.reproducible``. The losses [t] are the same on all ranks.
         dgrad    dlogits [t, v] = (softmax - one_hot(labels)) * grad, more with smoothing and z_loss; 0 for padding
                  no communication: the loss is replicated over the group, so grad is the same on all ranks, and with
                  log_sum, which is saved, a column's gradient needs no other column
@@ -142,23 +143,24 @@ class _CrossEntropy(torch.autograd.Function):
         columns = logits[:, : split.stop - split.start]
         is_local = (labels >= split.start) & (labels < split.stop) & valid
         column = (labels - split.start).masked_fill_(~is_local, 0)
+        leaves = columns.unflatten(1, (split.leaves, -1)).transpose(0, 1).contiguous()
+        target = columns.new_zeros(split.leaves, columns.shape[0])
         if columns.shape[1]:
-            maximum = columns.amax(-1)
-            exponentials = (columns - maximum.unsqueeze(-1)).exp_().sum(-1)
-            target = columns.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~is_local, 0.0)
+            maximum = leaves.amax(-1)
+            exponentials = (leaves - maximum.unsqueeze(-1)).exp_().sum(-1)
+            target[0] = columns.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~is_local, 0.0)
         else:  # this rank has only padding
-            maximum = logits.new_full((logits.shape[0],), float("-inf"))
-            exponentials, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
-        rows = [maximum, exponentials, target] + ([columns.sum(-1)] if smoothing else [])
-        own, vocabulary_ranks = torch.stack(rows).unsqueeze(0), split.group
-        by_rank = own
+            maximum, exponentials = torch.full_like(target, float("-inf")), torch.zeros_like(target)
+        rows = [maximum, exponentials, target] + ([leaves.sum(-1)] if smoothing else [])
+        own, vocabulary_ranks = torch.stack(rows, 1), split.group
+        by_leaf = own
         if vocabulary_ranks is not None:
-            by_rank = kept("the sums of logits", lambda: collectives.all_gather(own, vocabulary_ranks).wait())
-        highest = by_rank[:, 0].amax(0)
-        log_sum = highest + (by_rank[:, 1] * (by_rank[:, 0] - highest).exp()).sum(0).log()
-        loss = log_sum - by_rank[:, 2].sum(0)
+            by_leaf = kept("the sums of logits", lambda: collectives.all_gather(own, vocabulary_ranks).wait())
+        highest = by_leaf[:, 0].amax(0)
+        log_sum = highest + (by_leaf[:, 1] * (by_leaf[:, 0] - highest).exp()).sum(0).log()
+        loss = log_sum - by_leaf[:, 2].sum(0)
         if smoothing:
-            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - by_rank[:, 3].sum(0) / split.total)
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - by_leaf[:, 3].sum(0) / split.total)
         if z_loss:
             loss = loss + z_loss * log_sum.square()
         ctx.save_for_backward(narrow, log_sum, column, is_local, valid)

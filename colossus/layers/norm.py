@@ -33,6 +33,8 @@ from colossus.tensor_parallel.dtypes import to_wide_dtype
 class _Norm(Layer):
     """Base of both norms: parameters of the normalized shape, replicated on all tensor ranks."""
 
+    is_reproducible = True
+
     #: `colossus.build` stores its parameters in the wide dtype, as those of torch's norms
     is_norm = True
 

@@ -100,6 +100,8 @@ class ClassToken(Layer):
         ValueError: tokens are split over ranks, so that only one of them has the first.
     """
 
+    is_reproducible = True
+
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size = hidden_size

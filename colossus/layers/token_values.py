@@ -12,6 +12,7 @@ from torch import Tensor
 from colossus.comm.autograd import first_order
 from colossus.comm.kept_results import kept
 from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
 from colossus.layout.activation import Activation
 from colossus.sharded_tensor.placement import HasRegions
@@ -19,6 +20,7 @@ from colossus.sharded_tensor.regions import as_aligned, local, sequence_place, u
 from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.sharded_tensor.token_collectives import sum_over_ranks
 from colossus.tensor_parallel.move_plan import MovePlan, run
+from colossus.tensor_parallel.tiled_products import num_leaves
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class LogitsLayout:
     Attributes:
         group: the ranks over which the columns are split; None if the rank has all.
         start, stop: the rank's columns, of ``total``; columns behind the first ``stop - start`` are padding.
+        leaves: parts of one size into which the columns are cut for sums over them, see
+            `colossus.tensor_parallel.tiled_products`.
         to_rows, to_samples: moves of one number a token from the whole layout to the rank's rows and back; None where
             these are the same. In 3D the rank's rows are not those of its samples.
     """
@@ -36,6 +40,7 @@ class LogitsLayout:
     start: int
     stop: int
     total: int
+    leaves: int = 1
     to_rows: MovePlan | None = None
     to_samples: MovePlan | None = None
 
@@ -55,7 +60,12 @@ class LogitsLayout:
         to_rows = MovePlan.of_tokens(whole, activation, ndim, context)
         to_samples = MovePlan.of_tokens(activation, whole, ndim, context)
         plans = (to_rows, to_samples) if to_rows.forward else (None, None)
-        return cls(group, start, min(start + width, total), total, *plans)
+        return cls(group, start, min(start + width, total), total, _num_leaves(context, total, group.size), *plans)
+
+    @classmethod
+    def whole(cls, total: int) -> LogitsLayout:
+        """Return the layout of logits of which the rank has all ``total`` columns, and all rows."""
+        return cls(None, 0, total, total, _num_leaves(current_context(), total, 1))
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return a number of each token, [..], of the rank's rows, from the whole layout; without a gradient."""
@@ -82,6 +92,10 @@ class _ToSamples(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return run(ctx.back.forward, grads[0]).wait(), None, None
+
+
+def _num_leaves(context: ParallelContext, total: int, ranks: int) -> int:
+    return num_leaves((total,), ranks, "a vocabulary") if context.options.reproducible else 1
 
 
 class SplitLogits(NamedTuple):
@@ -219,7 +233,7 @@ def split_logits(logits: Tensor) -> tuple[Tensor, LogitsLayout]:
     if isinstance(logits, ShardedTensor) and logits.placement.is_whole:
         logits, _ = unwrap(logits, logits.placement.parallel)
     if not isinstance(logits, ShardedTensor):
-        return logits, LogitsLayout(None, 0, logits.shape[-1], logits.shape[-1])
+        return logits, LogitsLayout.whole(logits.shape[-1])
     parallel = logits.placement.parallel
     shard, placement = unwrap(logits, parallel)
     width, total = shard.shape[-1], placement.num_features

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +92,14 @@ def run_grad_hooks(weight: Tensor) -> None:
 SCOPES = ("matmul", "microbatch", "step")
 
 
+class Addends(Protocol):
+    """The sums of the gradients of parameters, for those that do not leave them to autograd."""
+
+    def takes(self, param: Tensor) -> bool: ...
+
+    def add(self, param: Tensor, gradient: Tensor) -> None: ...
+
+
 @dataclass
 class _GatheredWeight:
     """A weight that stays gathered during a step, and the sum of its gradients so far, not reduced yet.
@@ -114,6 +123,7 @@ class GatheredWeights:
     Attributes:
         scope: one of `SCOPES`.
         deferral: defers wgrad to a later action of the schedule.
+        addends: takes gradients of products in place of autograd, where each is to be an addend of its own.
     """
 
     def __init__(self, scope: str = "matmul", *, precision: Precision | None = None) -> None:
@@ -121,6 +131,7 @@ class GatheredWeights:
             raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
         self.scope = scope
         self.deferral = WgradDeferral()
+        self.addends: Addends | None = None
         self._precision = precision or Precision()
         #: id -> weight, for the weights that stay gathered for the step
         self._gathered: dict[int, _GatheredWeight] = {}
@@ -155,6 +166,9 @@ class GatheredWeights:
 
         The sum over ranks is taken in the precision's dtype of reduction.
         """
+        if self.addends is not None and self.addends.takes(weight):
+            self.addends.add(weight, reduce_wgrad(weight, gradient, plan, self._precision).wait())
+            return None
         # hooks on the weight run at each backward; a recorded graph must not depend on the id of one weight
         if is_recorded() or id(weight) not in self._gathered or user_hooks(weight):
             return reduce_wgrad(weight, gradient, plan, self._precision)

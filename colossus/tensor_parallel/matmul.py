@@ -28,12 +28,14 @@ from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan, groups_of, moved_shape, note_weight, run
 from colossus.tensor_parallel.panels import Panels
+from colossus.tensor_parallel.tiled_products import TiledProducts
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class MatmulPlans:
         keep: backward uses the x that forward gathered; else it gathers x again.
         adds_bias: this rank adds the bias: among ranks whose products are summed, the first does.
         panels: the most panels of rows, see `colossus.tensor_parallel.panels`.
+        tiles: multiplies with the same bits under any number of ranks; None: as fast as the device can.
     """
 
     x: MovePlan
@@ -57,6 +60,28 @@ class MatmulPlans:
     keep: bool
     adds_bias: bool
     panels: int = 1
+    tiles: TiledProducts | None = None
+
+    def start_forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Pending:
+        """Multiply, and start to sum y; the bias is added by one of the ranks whose products are summed."""
+        if self.tiles is None:
+            return run(self.y.forward, product(x, w, bias if self.adds_bias else None), owned=True)
+        y = run(self.y.forward, self.tiles.product(x, w), owned=True)
+        return y.then(lambda total: (total if bias is None else total + bias).to(x.dtype))
+
+    def start_dgrad(self, dy: Tensor, w: Tensor) -> Pending:
+        """Multiply, and start to sum dx."""
+        if self.tiles is None:
+            return run(self.x.backward, product(dy, w.t()), owned=True)
+        dx = run(self.x.backward, self.tiles.dgrad(dy, w), owned=True)
+        return dx.then(lambda total: total.to(dy.dtype))
+
+    def wgrad(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's addend of dw."""
+        return wgrad_product(dy, x) if self.tiles is None else self.tiles.wgrad(dy, x, weight)
+
+    def bias_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return bias_gradient(dy) if self.tiles is None else self.tiles.bias_gradient(dy, weight).to(dy.dtype)
 
 
 def matmul_plans(
@@ -87,7 +112,15 @@ def matmul_plans(
         keep=context.options.keep_gathered,
         adds_bias=all(context.coordinates[axis] == 0 for axis in sharding.y.partial),
         panels=context.options.panels,
+        tiles=tiles_of(context, sharding.gathered_weight, rows),
     )
+
+
+def tiles_of(context: ParallelContext, weight: Layout, rows: Sequence[int] = ()) -> TiledProducts | None:
+    """Return the tiles of products with a weight of this layout, where ``train.reproducible`` asks for them."""
+    if not context.options.reproducible:
+        return None
+    return TiledProducts(context.size(weight.dims[0]), context.size(weight.dims[1]), tuple(rows))
 
 
 def _gathered_input(plans: MatmulPlans, x: Tensor) -> Pending:
@@ -142,12 +175,11 @@ class _Matmul(torch.autograd.Function):
 
         def compute() -> Tensor:
             w = plans.weights.gather(weight, plans.w, dtype) if w_gathered is None else Ready(w_gathered)
-            local_bias = bias.to(dtype) if bias is not None and plans.adds_bias else None
+            own_bias = None if bias is None else bias.to(dtype)
             if (panels := Panels.of(plans.panels, x, gather, plans.y.forward)) is not None:
-                return not_a_view(panels.multiply(x, w, local_bias).wait())
+                return not_a_view(panels.multiply(x, w, own_bias if plans.adds_bias else None).wait())
             x_gathered = run(gather, x).wait()
-            y = product(x_gathered, w.wait(), local_bias)
-            return not_a_view(run(plans.y.forward, y, owned=True).wait())
+            return not_a_view(plans.start_forward(x_gathered, w.wait(), own_bias).wait())
 
         return kept("a distributed product", compute, is_product=True)
 
@@ -178,12 +210,12 @@ class _Matmul(torch.autograd.Function):
                 dy = panels.join(moved, panels.moved_blocks) if needs_w or needs_b else dy
             for wants_wgrad in (True, False) if wgrad_first else (False, True):
                 if needs_x and dx is None and not wants_wgrad:
-                    dx = run(plans.x.backward, product(dy, w_gathered.wait().t()), owned=True)
+                    dx = plans.start_dgrad(dy, w_gathered.wait())
                 if is_deferred and wants_wgrad:
                     weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
                 elif x_gathered is not None and wants_wgrad:
-                    dw = weights.reduce(weight, wgrad_product(dy, x_gathered.wait()), plans.w)
-            db = bias_gradient(dy) if needs_b else None
+                    dw = weights.reduce(weight, plans.wgrad(dy, x_gathered.wait(), weight), plans.w)
+            db = plans.bias_gradient(dy, weight) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
@@ -201,7 +233,7 @@ def _reduces_more_of_weight(plans: MatmulPlans, weight: Tensor, dy: Tensor) -> b
 
 def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     note_weight(plans.groups, weight)
-    dw = plans.weights.reduce(weight, wgrad_product(dy, _gathered_input(plans, x).wait()), plans.w)
+    dw = plans.weights.reduce(weight, plans.wgrad(dy, _gathered_input(plans, x).wait(), weight), plans.w)
     if dw is not None:
         plans.weights.deferral.accumulate(weight, dw.wait())
 

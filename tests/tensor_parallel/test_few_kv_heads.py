@@ -148,8 +148,8 @@ def _stored(context: ParallelContext) -> list[dict[str, torch.Tensor]]:
     states: list[dict[str, torch.Tensor]] = []
     for plan in PLANS:
         config = load_config(dict(parallel=dict(tensor=plan), train=dict(seed=5)), nproc=4)
-        parallel = config.parallel
-        own = ParallelContext(build_grid(parallel), context.rank, seed=5, options=LayerOptions.from_config(parallel))
+        options = LayerOptions.from_config(config)
+        own = ParallelContext(build_grid(config.parallel), context.rank, seed=5, options=options)
         model = build(lambda: GPT(**SMALL), own)
         states.append(full_state_dict(model, own))
         doubled = {name: 2 * value for name, value in states[0].items()}
