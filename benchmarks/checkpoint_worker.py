@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks import memory
 from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.part import Part, choose_writers
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
-from colossus.checkpoint.writer import About, CheckpointWriter
+from colossus.checkpoint.writer import About, CheckpointWriter, RankState
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Layout
@@ -31,7 +31,7 @@ _AXIS = "tensor"
 
 
 @dataclass
-class Part:
+class Tile:
     """A rank's part of a tensor: split in ``dim``, or whole (None)."""
 
     key: str
@@ -40,7 +40,7 @@ class Part:
     local: Tensor
 
 
-def parts(plan: str, sizes: tuple[int, int, int], rank: int, world: int) -> Iterator[Part]:
+def parts(plan: str, sizes: tuple[int, int, int], rank: int, world: int) -> Iterator[Tile]:
     """Yield the weights and both moments of a GPT.
 
     Plans: ``tensor`` (1D), ``other`` (each split in its other dim), ``data``. Every element follows from its place.
@@ -64,7 +64,7 @@ def parts(plan: str, sizes: tuple[int, int, int], rank: int, world: int) -> Iter
                 for axis, values in enumerate(index)
             )
             assert isinstance(local, Tensor)
-            yield Part(f"{section}/{name}", shape, dim, (local + number).contiguous())
+            yield Tile(f"{section}/{name}", shape, dim, (local + number).contiguous())
 
 
 def _weights(hidden: int, layers: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
@@ -175,7 +175,7 @@ class Ours:
         if self._rank == 0:
             _empty(self._root)
 
-    def _state(self, tensors: list[Part]) -> RankState:
+    def _state(self, tensors: list[Tile]) -> RankState:
         sizes, at = self._grid.sizes, self._context.coordinates
         layouts = [
             Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(len(part.shape)))) for part in tensors
@@ -183,26 +183,25 @@ class Ours:
         chosen = [
             (layout, part.shape, part.local.element_size()) for layout, part in zip(layouts, tensors, strict=True)
         ]
-        return RankState(
-            [
-                TensorBox.of_chunk(part.key, part.shape, layout.box(part.shape, sizes, at), part.local, writes=writes)
-                for part, layout, writes in zip(tensors, layouts, choose_writers(chosen, sizes, at), strict=True)
-            ]
-        )
+        parts = [
+            Part(part.key, part.shape, layout.box(part.shape, sizes, at), part.local, writes)
+            for part, layout, writes in zip(tensors, layouts, choose_writers(chosen, sizes, at), strict=True)
+        ]
+        return parts, {}
 
-    def save(self, tensors: list[Part]) -> None:
+    def save(self, tensors: list[Tile]) -> None:
         self._writer.save(lambda: self._state(tensors), self._about, background=False).wait()
 
-    def start(self, tensors: list[Part]) -> None:
+    def start(self, tensors: list[Tile]) -> None:
         self._save = self._writer.save(lambda: self._state(tensors), self._about)
 
     def finish(self) -> None:
         self._save.wait()
 
-    def load(self, tensors: list[Part]) -> None:
+    def load(self, tensors: list[Tile]) -> None:
         with CheckpointReader(self._root / name_of(1)) as reader:
             reader.verify(self._context.group(_AXIS))
-            for tensor in self._state(tensors).tensors:
+            for tensor in self._state(tensors)[0]:
                 reader.read_box(tensor.key, tensor.box, tensor.local)
 
 
@@ -216,21 +215,21 @@ class Torchs:
         if self._rank == 0:
             _empty(self._root)
 
-    def _state(self, tensors: list[Part]) -> dict[str, Any]:
+    def _state(self, tensors: list[Tile]) -> dict[str, Any]:
         places = [[Replicate() if part.dim is None else Shard(part.dim)] for part in tensors]
         return {
             part.key: DTensor.from_local(part.local, self._mesh, place, run_check=False)
             for part, place in zip(tensors, places, strict=True)
         }
 
-    def save(self, tensors: list[Part]) -> None:
+    def save(self, tensors: list[Tile]) -> None:
         dcp.save(self._state(tensors), checkpoint_id=self._root)
 
-    def start(self, tensors: list[Part]) -> None:
+    def start(self, tensors: list[Tile]) -> None:
         self._save = dcp.async_save(self._state(tensors), checkpoint_id=self._root)
 
     def finish(self) -> None:
         self._save.result()
 
-    def load(self, tensors: list[Part]) -> None:
+    def load(self, tensors: list[Tile]) -> None:
         dcp.load(self._state(tensors), checkpoint_id=self._root)

@@ -35,11 +35,11 @@ from benchmarks.host_ranks import machine_words, measure_each, run_on_hosts
 from benchmarks.hosts import USAGE, make_hosts
 from benchmarks.peers.words_ddp import WordsDDP
 from benchmarks.replica_runs import bytes_on_wire
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import run_local_ranks
 from colossus.data.make_loaders import loaders_of
+from colossus.state.model_state_dict import full_state_dict
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # as it is by default; torch warns where nobody has said so
 

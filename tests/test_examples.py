@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.comm import shared_memory
 from colossus.config import load_config
@@ -30,6 +29,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import shard_of_batch
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.state.model_state_dict import full_state_dict
 
 GUIDE = ROOT / "docs" / "migration.md"
 GUIDES = ("migration.md", "your-model.md", "weights-and-hooks.md", "own-loop.md")

@@ -16,8 +16,8 @@ from helpers.twins import PlainGPT
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.construct.initial_values import uniform_box
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
 BATCH, STEPS = 8, 4

@@ -12,13 +12,8 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from colossus.checkpoint.reader import CheckpointReader
-    from colossus.checkpoint.state_dict import (
-        full_state_dict,
-        load_full_state_dict,
-        read_state_dict,
-        stream_saved_state_dict,
-        stream_state_dict,
-    )
+    from colossus.checkpoint.state_dict import read_state_dict, stream_saved_state_dict
+    from colossus.state.model_state_dict import full_state_dict, load_full_state_dict, stream_state_dict
 
 __all__ = [
     "CheckpointError",
@@ -37,10 +32,10 @@ __getattr__, __dir__ = lazy_names(
         "CheckpointError": "errors",
         "CheckpointReader": "reader",
         "DamagedCheckpoint": "errors",
-        "full_state_dict": "state_dict",
-        "load_full_state_dict": "state_dict",
+        "full_state_dict": ".state.model_state_dict",
+        "load_full_state_dict": ".state.model_state_dict",
         "read_state_dict": "state_dict",
         "stream_saved_state_dict": "state_dict",
-        "stream_state_dict": "state_dict",
+        "stream_state_dict": ".state.model_state_dict",
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colossus.checkpoint.errors import CheckpointError
@@ -15,14 +15,6 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 #: number of names that an error lists of each kind
 _MOST_LISTED = 5
-
-
-@dataclass(frozen=True)
-class ModelTensor:
-    """A parameter or buffer of the model: its full shape, and all its names (a tied one has several)."""
-
-    shape: Shape
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +56,14 @@ class WeightMatch:
         )
 
 
-def match_exactly(model: Mapping[str, ModelTensor], saved: Mapping[str, Shape]) -> WeightMatch:
+def match_exactly(model: Mapping[str, Shape], saved: Mapping[str, Shape]) -> WeightMatch:
     """Match every tensor by its own first name."""
     return _compared({name: name for name in model if name in saved}, model, saved, set(model), set(saved))
 
 
 def match_weights(
-    model: Mapping[str, ModelTensor],
+    model: Mapping[str, Shape],
+    names: Mapping[str, Collection[str]],
     saved: Mapping[str, Shape],
     aliases: Mapping[str, str],
     *,
@@ -85,7 +78,8 @@ def match_weights(
     A tied parameter is found under any of its names, on both sides.
 
     Args:
-        model: tensors of the model by first name.
+        model: shapes of the model's parameters and buffers by first name.
+        names: all names of each (a tied one has several), by first name.
         saved: shapes in the checkpoint by name.
         aliases: other names of saved tensors -> the name under which the value is.
         only, rename, grow, strict: those of `Checkpoints.load_weights`.
@@ -94,12 +88,12 @@ def match_weights(
     Raises:
         CheckpointError: if a pattern or a rename matches nothing, or two saved tensors would go to one parameter.
     """
-    first_names = {name: first for first, entry in model.items() for name in entry.names}
+    first_names = {name: first for first, aliases_of in names.items() for name in aliases_of}
     for title, patterns in (("only", only or ()), ("grow", grow)):
         for pattern in patterns:
             if not any(matches(name, (pattern,)) for name in first_names):
                 raise CheckpointError(f"{title}: {pattern!r} matches no parameter of the model")
-    wanted = {first for first, entry in model.items() if only is None or any(matches(n, only) for n in entry.names)}
+    wanted = {first for first in model if only is None or any(matches(name, only) for name in names[first])}
     sources: dict[str, str] = {}
     new_names, left_over = renamed([*saved, *aliases], rename), set(saved)
     for name, new in new_names.items():
@@ -117,7 +111,7 @@ def match_weights(
             )
     if only is not None:  # tensors that nobody asked for are not left over
         left_over = {name for name in left_over if matches(new_names[name] or name, only)}
-    match = _compared(sources, model, saved, wanted, left_over, grow=grow, shorten=shorten)
+    match = _compared(sources, model, saved, wanted, left_over, names, grow=grow, shorten=shorten)
     if not match.sources:
         raise CheckpointError(f"nothing in the checkpoint fits this model: {match}")
     if strict and not match.is_complete:
@@ -172,10 +166,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _compared(
     sources: Mapping[str, str],
-    model: Mapping[str, ModelTensor],
+    model: Mapping[str, Shape],
     saved: Mapping[str, Shape],
     wanted: set[str],
     left_over: set[str],
+    names: Mapping[str, Collection[str]] = {},
     *,
     grow: Sequence[str] = (),
     shorten: Sequence[str] = (),
@@ -183,13 +178,13 @@ def _compared(
     """Return the match of these sources, with those that do not fit by kind."""
     fitting, resized, other = {}, {}, {}
     for name, source in sources.items():
-        there, here = saved[source], model[name].shape
+        there, here = saved[source], model[name]
         if there == here:
             fitting[name] = source
             continue
         allowed = grow if there[:1] < here[:1] else shorten
         is_by_rows = len(there) == len(here) and there[1:] == here[1:]
-        if is_by_rows and any(matches(alias, allowed) for alias in model[name].names):
+        if is_by_rows and any(matches(alias, allowed) for alias in names.get(name, ())):
             fitting[name], resized[name] = source, (there[0], here[0])
         else:
             other[name] = there, here

@@ -14,8 +14,8 @@ from colossus.arithmetic import byte_count
 from colossus.checkpoint import folder
 from colossus.checkpoint.host_memory import HostMemory
 from colossus.checkpoint.manifest import MANIFEST, About, merge
-from colossus.checkpoint.tensor_box import RankState
-from colossus.checkpoint.writer import CheckpointWriter, Save, problem_among
+from colossus.checkpoint.part import written
+from colossus.checkpoint.writer import CheckpointWriter, RankState, Save, problem_among
 from colossus.comm.objects import all_gather_object, broadcast_object, gather_object
 from colossus.config import ConfigError
 from colossus.context.parallel_context import ParallelContext
@@ -54,7 +54,7 @@ class MemoryWriter(CheckpointWriter):
 
     def _require_room(self, collect: Callable[[], RankState]) -> None:
         def count() -> int:
-            return sum(box.local.numel() * box.local.element_size() for box in collect().written())
+            return sum(part.num_bytes for part in written(collect()[0]))
 
         written_bytes = all_gather_object(self._outcome(count), self._group)
         if problem_among(written_bytes) is not None:  # the save will say so

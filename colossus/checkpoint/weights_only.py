@@ -14,11 +14,11 @@ from torch import Tensor
 from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name
 from colossus.checkpoint.weight_sources import read_assets, write_assets
-from colossus.checkpoint.writer import write_boxes
+from colossus.checkpoint.writer import write_parts
 
 T = TypeVar("T")
 
@@ -53,11 +53,11 @@ def to_colossus(
         for number, keys in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
             wanted = {key: entries[key] for key in keys}
-            boxes = [
-                TensorBox.whole(key, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
+            weights = [
+                Part.whole(key, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
                 for key, entry in wanted.items()
             ]
-            part = write_boxes(folder / file, boxes, _read_cast(reader, wanted, on_tensor))
+            part = write_parts(folder / file, weights, _read_cast(reader, wanted, on_tensor))
             parts.append(part | {"values": {}, "aliases": source.aliases})
         plan = {"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1}
         assets = read_assets(reader.folder, source.config).files

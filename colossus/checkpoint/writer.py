@@ -26,8 +26,8 @@ from colossus.checkpoint import folder
 from colossus.checkpoint.durable import make_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
+from colossus.checkpoint.part import Part, written
 from colossus.checkpoint.staging import Staging
-from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.comm.objects import broadcast_object, gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -35,8 +35,10 @@ from colossus.context.parallel_context import ParallelContext
 __all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
 
 T = TypeVar("T")
-#: state that this rank adds to a checkpoint, the boxes that it writes, and copies of their tensors
-_Snapshot = tuple[RankState, Sequence[TensorBox], Sequence[Tensor]]
+#: parts of tensors, of which the rank writes some, and encoded values by path, each of one rank only
+RankState = tuple[Sequence[Part], dict[str, Any]]
+#: this rank's values and aliases, the parts that it writes, and copies of their tensors
+_Snapshot = tuple[dict[str, Any], Sequence[Part], Sequence[Tensor]]
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -147,10 +149,11 @@ class CheckpointWriter:
         target = folder.temporary(self.root, about.step, f"{self._token}-{self._number}")
         snapshot: _Snapshot | Exception
         try:
-            state = collect()
-            written = state.written()
-            tensors = [box.local for box in written]
-            snapshot = state, written, self._staging.copy(tensors) if background else tensors
+            parts, values = collect()
+            mine = written(parts)
+            tensors = [part.local for part in mine]
+            rest = {"values": values, "aliases": aliases_in(parts)}
+            snapshot = rest, mine, self._staging.copy(tensors) if background else tensors
         except Exception as error:
             snapshot = error
         save._stall_seconds = time.perf_counter() - save._began
@@ -215,13 +218,11 @@ class CheckpointWriter:
         """Write this rank's file, if it writes anything; return its part of the manifest."""
         if isinstance(snapshot, Exception):
             raise snapshot
-        state, written, tensors = snapshot
-        part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
+        rest, parts, tensors = snapshot
         self._prepare(target)
-        if written:
-            path = target / folder.file_of(self._context.rank)
-            part |= write_boxes(path, written, tensors, self._on_block)
-        return part
+        path = target / folder.file_of(self._context.rank)
+        in_file = write_parts(path, parts, tensors, self._on_block) if parts else {"file": None, "tensors": []}
+        return rest | in_file
 
     def _prepare(self, target: Path) -> None:
         """Make the folder to write into."""
@@ -269,21 +270,26 @@ def problem_among(outcomes: Sequence[Any]) -> str | None:
     return problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
 
 
-def write_boxes(
-    path: Path, boxes: Sequence[TensorBox], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
+def aliases_in(parts: Iterable[Part]) -> dict[str, str]:
+    """Return the other names of a model's tied parameters and buffers -> the first name of each."""
+    named = ((next(iter(part.names)), part.names) for part in parts if len(part.names) > 1)
+    return {alias: first for first, names in named for alias in names if alias != first}
+
+
+def write_parts(
+    path: Path, parts: Sequence[Part], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Write and flush a file of these boxes; ``tensors`` yields their values one after the other.
+    """Write and flush a file of these parts; ``tensors`` yields their values one after the other.
 
     Returns:
         The file's part of the manifest.
     """
-    times = Counter(box.key for box in boxes)
-    names = [box.key if times[box.key] == 1 else f"{box.key}[{box.box[0][0]}:{box.box[0][1]}]" for box in boxes]
-    header = make_header([(n, box.local.dtype, tuple(box.local.shape)) for n, box in zip(names, boxes, strict=True)])
+    times = Counter(part.key for part in parts)
+    names = [part.key if times[part.key] == 1 else f"{part.key}[{part.box[0][0]}:{part.box[0][1]}]" for part in parts]
+    header = make_header([(name, part.dtype, part.size) for name, part in zip(names, parts, strict=True)])
     crc = write_file(path, header, tensors, on_block)
-    rows = []
-    for name, box in zip(names, boxes, strict=True):
-        start = [low for low, _ in box.box]
-        dtype, size = dtype_name(box.local.dtype), tuple(box.local.shape)
-        rows.append([box.key, dtype, box.shape, header.offsets[name], start, size])
+    rows = [
+        [part.key, dtype_name(part.dtype), part.shape, header.offsets[name], [low for low, _ in part.box], part.size]
+        for name, part in zip(names, parts, strict=True)
+    ]
     return {"file": [path.name, header.num_bytes, crc], "tensors": rows}

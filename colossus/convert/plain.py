@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.construct.allocate import trace_constructor
 from colossus.context.grid import RankGrid
@@ -24,6 +23,7 @@ from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, made_by_layer
 from colossus.layout.parameter_hooks import copy_attributes, copy_hooks, is_of_colossus
+from colossus.state.model_state_dict import full_state_dict, stream_state_dict
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine

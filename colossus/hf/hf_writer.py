@@ -16,9 +16,9 @@ from torch import Tensor
 from colossus.arithmetic import listed
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import DTYPES, make_header, write_file
 from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, read_assets, write_assets
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
@@ -28,6 +28,7 @@ from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE
 from colossus.hf.native import native_config, native_rows
 from colossus.hf.peft_folder import has_adapters, plan_adapters
 from colossus.registry import MODEL_OPTIONS
+from colossus.state.model_state_dict import stream_state_dict, whole_tensors
 from colossus.state.replicas import common_weights
 
 
@@ -148,7 +149,8 @@ def to_hf(
     names = reader.manifest.names("model")
     entries = {name: reader.entry(f"model/{name}") for name in names}
     our_tensors = {
-        name: WholeTensor({name: (0, 0)}, entry.shape, DTYPES[entry.dtype]) for name, entry in entries.items()
+        name: Part.whole(name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
+        for name, entry in entries.items()
     }
     assets = read_assets(reader.folder, reader.manifest.config)
     if kind == "hf":
@@ -165,7 +167,7 @@ def to_hf(
 def plan_folder(
     kind: str,
     options: Any,
-    our_tensors: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, Part],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
@@ -193,7 +195,7 @@ def plan_folder(
 
 def plan_native(
     config: Mapping[str, Any],
-    our_tensors: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, Part],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
@@ -210,7 +212,7 @@ def plan_native(
 def _planned(
     tensors: Sequence[Row],
     config: dict[str, Any],
-    our_tensors: Mapping[str, WholeTensor],
+    our_tensors: Mapping[str, Part],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     assets: Assets,
@@ -226,7 +228,7 @@ def _planned(
     return FolderPlan(config, by_file, dtypes, assets)
 
 
-def _require_same_names(family: Family, tensors: Sequence[Row], our_tensors: Mapping[str, WholeTensor]) -> None:
+def _require_same_names(family: Family, tensors: Sequence[Row], our_tensors: Mapping[str, Part]) -> None:
     wanted = {part.name: part.shape for tensor in tensors for part in tensor.parts}
     here = {name: tensor.shape for name, tensor in our_tensors.items()}
     for title, names in (

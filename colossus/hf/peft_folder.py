@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from colossus.arithmetic import listed
 from colossus.checkpoint.durable import flush, new_folder
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.rank_errors import on_all_ranks
-from colossus.checkpoint.state_dict import WholeTensor
 from colossus.checkpoint.weight_sources import Assets, write_assets
 from colossus.checkpoint.weights_only import require_finite
 from colossus.comm.objects import all_gather_object, broadcast_object
@@ -47,7 +47,7 @@ def has_adapters(model: Any) -> bool:
 def plan_adapters(
     model: Any,
     context: ParallelContext,
-    tensors: Mapping[str, WholeTensor],
+    tensors: Mapping[str, Part],
     *,
     merge: bool,
     dtype: torch.dtype | None,
@@ -90,7 +90,7 @@ class PeftFolder:
     def __init__(
         self,
         model: Any,
-        tensors: Mapping[str, WholeTensor],
+        tensors: Mapping[str, Part],
         trained: set[str],
         merge: bool,
         dtype: torch.dtype | None,

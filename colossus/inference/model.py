@@ -27,7 +27,9 @@ from colossus.layout.split_parameter import as_shards
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.pipeline import PipelineRuntime
-from colossus.state.parameters import load_matched, model_weights, parameter_boxes, require_same_model
+from colossus.state.model_parts import buffer_parts, parameter_parts
+from colossus.state.model_state_dict import whole_tensors
+from colossus.state.parameters import load_matched, require_same_model
 
 
 class TextModel:
@@ -186,9 +188,9 @@ def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> 
     world = context.group(context.grid.names)
     with as_shards(), on_all_ranks(world, lambda: open_weights(source.folder, source.average)) as reader:
         reader.verify(world)
-        boxes = parameter_boxes(module, context, (), replicas_differ=False)
-        match = require_same_model(reader, model_weights(module, context))
-        on_all_ranks(world, lambda: load_matched(reader, match, module, boxes, None))
+        parts = [*parameter_parts(module, context), *buffer_parts(module)]
+        match = require_same_model(reader, whole_tensors(module, context))
+        on_all_ranks(world, lambda: load_matched(reader, match, parts, None))
 
 
 def _chain_of(module: nn.Module) -> list[Callable[[Any], Any]] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import colossus
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import ModelTensor, match_weights
+from colossus.checkpoint.matching import match_weights
 from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.plans import describe_processes, suggestions
@@ -142,15 +142,14 @@ def check_weights(config: Config, folder: Path, key: str = "checkpoint.weights")
         family = family_of(config.model.type, options)
     except CheckpointError:
         return
-    names: dict[str, list[str]] = {}
+    shapes = {part.name: part.shape for tensor in family.tensors(options) for part in tensor.parts}
+    names = {name: [name] for name in shapes}
     for alias, first in family.aliases(options).items():
-        names.setdefault(first, [first]).append(alias)
-    parts = [part for tensor in family.tensors(options) for part in tensor.parts]
-    model_tensors = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
+        names.get(first, []).append(alias)
     try:
         manifest = manifest_of(folder, weights.average)
         match_weights(
-            model_tensors, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
+            shapes, names, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
             grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,
         )  # fmt: skip
     except CheckpointError as error:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import encode
-from colossus.state.parameters import ParameterBox
 from colossus.state.whole_state import SUFFIX
 
 log = logging.getLogger("colossus.engine")
@@ -165,13 +164,18 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: ParameterState, o
 # -- what is kept for each parameter -----------------------------------------------------------------------
 
 
-def state_boxes(
-    section: str, state: ParameterState, boxes: Iterable[ParameterBox], values: dict[str, Any]
-) -> Iterator[TensorBox]:
-    """Yield the tensors of a state under ``<section>/<parameter>/<entry>``; add its plain values to ``values``."""
-    for box in boxes:
+def state_parts(section: str, state: ParameterState, parts: Iterable[Part], values: dict[str, Any]) -> Iterator[Part]:
+    """Yield the tensors of a state under ``<section>/<parameter>/<entry>``; add its plain values to ``values``.
+
+    Args:
+        section: section of the checkpoint.
+        state: state by parameter.
+        parts: the rank's parts of parameters.
+        values: encoded values of the checkpoint, by path.
+    """
+    for part in parts:
         plain: dict[str, Any] = {}
-        state_of_param, path = state.get(box.parameter, {}), f"{section}/{box.name}"
+        state_of_param, path = state.get(part.memory, {}), f"{section}/{part.key}"  # type: ignore[call-overload]
         for entry, value in state_of_param.items():
             key = f"{path}/{entry}"
             if not isinstance(entry, str) or "/" in entry:
@@ -180,24 +184,24 @@ def state_boxes(
                 )
             if not isinstance(value, Tensor):
                 plain[entry] = value
-            elif value.shape in (box.parameter.shape, _by_row(box.parameter)):
-                yield box.tensor_box(key, value)
-            elif value.dim() and box.is_split:
-                raise _unknown_part(key, value.shape, box)
+            elif value.shape in (part.memory.shape, _by_row(part.memory)):
+                yield part.at(key, value)
+            elif value.dim() and part.is_split:
+                raise _unknown_part(key, value.shape, part)
             else:
-                yield TensorBox.whole(key, value, writes=box.writes_scalars)
-        if plain and box.writes_scalars:
+                yield Part.whole(key, value, writes=part.writes_scalars)
+        if plain and part.writes_scalars:
             tensors: dict[str, Tensor] = {}
             values[path] = encode(plain, path, tensors)
             for key, tensor in tensors.items():
-                if tensor.dim() and box.is_split:
-                    raise _unknown_part(key, tensor.shape, box)
-                yield TensorBox.whole(key, tensor)
+                if tensor.dim() and part.is_split:
+                    raise _unknown_part(key, tensor.shape, part)
+                yield Part.whole(key, tensor)
 
 
-def _unknown_part(key: str, shape: Sequence[int], box: ParameterBox) -> CheckpointError:
+def _unknown_part(key: str, shape: Sequence[int], part: Part) -> CheckpointError:
     return CheckpointError(
-        f"{key} has shape {tuple(shape)}, its parameter {box.logical.shape}, and each rank stores a part of the "
+        f"{key} has shape {tuple(shape)}, its parameter {part.shape}, and each rank stores a part of the "
         f"parameter: it is not known which part of the state belongs to it. State of a split parameter must have its "
         f"shape, one number per row ([rows, 1]), or no dims; use a plan that keeps the parameter whole, or load the "
         f"weights alone (checkpoint.weights)"
@@ -208,12 +212,12 @@ def read_state(
     section: str,
     reader: CheckpointReader,
     values: Mapping[str, Any],
-    boxes: Sequence[ParameterBox],
+    parts: Sequence[Part],
     existing: Mapping[Any, Mapping[str, Any]] | None = None,
     *,
     keeps_dtypes: bool = False,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state of this rank's parameters, saved by `state_boxes` under any plan.
+    """Return the state of this rank's parameters, saved by `state_parts` under any plan.
 
     An entry that had the dtype of its parameter gets the parameter's dtype of today; any other keeps its own. An entry
     that the checkpoint does not have is absent, as before the parameter's first update.
@@ -222,7 +226,7 @@ def read_state(
         section: section of the checkpoint.
         reader: reader of the checkpoint.
         values: decoded values of the checkpoint.
-        boxes: the rank's boxes of parameters.
+        parts: the rank's parts of parameters.
         existing: state of the optimizer now; its tensors are filled where shape and dtype fit, to save memory.
         keeps_dtypes: whether entries with the dtype of their parameter keep the saved dtype, too.
     """
@@ -230,30 +234,29 @@ def read_state(
     for name in reader.manifest.names(section):
         owner, _, entry = name.rpartition("/")
         entries.setdefault(owner, []).append(entry)
-    state: dict[nn.Parameter, dict[str, Any]] = {}
-    for box in boxes:
-        state_of_param = state.setdefault(box.parameter, {})
-        for entry in entries.get(box.name, ()):
-            key = f"{section}/{box.name}/{entry}"
+    state: dict[Any, dict[str, Any]] = {}
+    for part in parts:
+        parameter = part.memory
+        state_of_param = state.setdefault(parameter, {})
+        for entry in entries.get(part.key, ()):
+            key = f"{section}/{part.key}/{entry}"
             saved = reader.manifest.tensors[key]
-            is_by_row = saved.shape == box.shape_by_row != box.logical.shape and box.is_split
-            if saved.shape != box.logical.shape and not is_by_row:
-                if saved.shape and box.is_split:
-                    raise _unknown_part(f"{reader.folder}: {key}", saved.shape, box)
+            is_by_row = saved.shape == part.shape_by_row != part.shape and part.is_split
+            if saved.shape != part.shape and not is_by_row:
+                if saved.shape and part.is_split:
+                    raise _unknown_part(f"{reader.folder}: {key}", saved.shape, part)
                 state_of_param[entry] = reader.tensor(key)
                 continue
             if entry not in state_of_param:
-                shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
-                is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{box.name}"].dtype
-                dtype = box.parameter.dtype if is_as_parameter and not keeps_dtypes else DTYPES[saved.dtype]
-                current = (existing or {}).get(box.parameter, {}).get(entry)
+                shape = _by_row(parameter) if is_by_row else parameter.shape
+                is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{part.key}"].dtype
+                dtype = parameter.dtype if is_as_parameter and not keeps_dtypes else DTYPES[saved.dtype]
+                current = (existing or {}).get(parameter, {}).get(entry)
                 fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (shape, dtype)
-                state_of_param[entry] = (
-                    current if fits else torch.zeros(shape, dtype=dtype, device=box.parameter.device)
-                )
-            target = box.tensor_box(key, state_of_param[entry])
+                state_of_param[entry] = current if fits else torch.zeros(shape, dtype=dtype, device=parameter.device)
+            target = part.at(key, state_of_param[entry])
             reader.read_box(key, target.box, target.local)
-        state_of_param.update(values.get(f"{section}/{box.name}", {}))
+        state_of_param.update(values.get(f"{section}/{part.key}", {}))
     return {param: state_of_param for param, state_of_param in state.items() if state_of_param}
 
 

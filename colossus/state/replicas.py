@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.part import Part
 from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.data_parallel.strategy import Strategy
-from colossus.state.parameters import ParameterBox, parameter_boxes
+from colossus.state.model_parts import parameter_parts
 from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
@@ -57,8 +57,8 @@ def replica_record(run: Run) -> dict[str, Any]:
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def boxes_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: bool = False) -> list[ParameterBox]:
-    """Return the boxes of the parameters of a run.
+def parts_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: bool = False) -> list[Part]:
+    """Return this rank's parts of the parameters of a run.
 
     Args:
         run: a run.
@@ -67,29 +67,29 @@ def boxes_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: b
     """
     elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
     model = run.model if reference is None else reference
-    return parameter_boxes(model, run.context, elsewhere, replicas_differ=replicas_differ)
+    return parameter_parts(model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
-def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:
-    """Yield this rank's boxes of the parameters. Collective over data where replicas have parameters of their own.
+def saved_parameters(run: Run, parts: list[Part]) -> Iterator[Part]:
+    """Yield this rank's parts of the parameters. Collective over data where replicas have parameters of their own.
 
-    There, each rank yields the boxes of its replica, and its share of the average, which ranks along data divide.
+    There, each rank yields the parts of its replica, and its share of the average, which ranks along data divide.
 
     Memory: of the average, the part that this rank writes.
     """
     if not has_own_parameters(run):
-        yield from (box.tensor_box(f"model/{box.name}") for box in boxes)
+        yield from (part.at(f"model/{part.key}") for part in parts)
         return
     trained, own_prefix = {id(param) for param in run.strategy.trained}, replica_prefix(run.context.index("data"))
-    means = _means(run, {id(box.parameter) for box in boxes if box.writes})
-    for box, own in zip(boxes, boxes_of(run, replicas_differ=True), strict=True):
-        key = f"model/{box.name}"
-        if id(box.parameter) not in trained:
-            yield box.tensor_box(key)
+    means = _means(run, {id(part.memory) for part in parts if part.writes})
+    for part, own in zip(parts, parts_of(run, replicas_differ=True), strict=True):
+        key = f"model/{part.key}"
+        if id(part.memory) not in trained:
+            yield part.at(key)
             continue
-        yield own.tensor_box(own_prefix + key)
-        if box.writes:
-            yield box.tensor_box(key, means[id(box.parameter)])
+        yield own.at(own_prefix + key)
+        if part.writes:
+            yield part.at(key, means[id(part.memory)])
 
 
 def _means(run: Run, wanted: set[int]) -> dict[int, Tensor]:

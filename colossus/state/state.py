@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,21 @@ from colossus.arithmetic import factors
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.rank_errors import gather_on_all_ranks, on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.saved_averages import HOOK_STATE
-from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
 from colossus.checkpoint.weight_sources import Assets, assets_of_model, read_assets
-from colossus.checkpoint.writer import About
+from colossus.checkpoint.writer import About, RankState
 from colossus.comm.host_staging import all_to_host
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
 from colossus.state.changed_training import NextRate, require_same_reference, warn_of_changes
+from colossus.state.model_parts import buffer_parts
+from colossus.state.model_state_dict import whole_tensors
 from colossus.state.optimizer import (
     ParameterState,
     group_options,
@@ -35,26 +37,18 @@ from colossus.state.optimizer import (
     require_same_optimizer,
     restore_optimizer,
     saved_optimizer,
-    state_boxes,
+    state_parts,
 )
-from colossus.state.parameters import (
-    ParameterBox,
-    buffer_boxes,
-    buffers_of,
-    load_matched,
-    model_weights,
-    require_same_model,
-    warn_of_own_buffers,
-)
+from colossus.state.parameters import load_matched, require_same_model, saved_buffers, warn_of_own_buffers
 from colossus.state.replicas import (
     ReplicaSource,
-    boxes_of,
     buffer_means,
     has_own_parameters,
     has_own_state,
-    model_boxes,
+    parts_of,
     replica_prefix,
     replica_source,
+    saved_parameters,
 )
 from colossus.state.run import Run
 from colossus.state.run_values import (
@@ -66,7 +60,7 @@ from colossus.state.run_values import (
     run_values,
     written_prefixes,
 )
-from colossus.state.whole_state import load_whole, whole_boxes
+from colossus.state.whole_state import load_whole, whole_state_parts
 
 #: added to an error of reading, although every byte had been read for the checksums
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
@@ -134,14 +128,14 @@ class State:
     # -- saving -------------------------------------------------------------------------------------------
 
     def collect(self) -> RankState:
-        """Return what this rank adds to a checkpoint: views, no copies. Collective.
+        """Return what this rank adds to a checkpoint: parts of tensors (views, no copies), and values. Collective.
 
         Raises:
             CheckpointError: if a checkpoint cannot hold some state; on all ranks if a hook or a buffer has it.
         """
         run, rank = self.run, self.run.context.rank
         run.strategy.sync_point()
-        buffers = buffers_of(run.model)
+        buffers = buffer_parts(run.model)
         values: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         hook_states: dict[str, ParameterState] = {}
@@ -153,35 +147,29 @@ class State:
                 if rank == 0:
                     values.update({path: encode(value, path, tensors) for path, value in hook_dicts.items()})
                 if self._world.size == 1:  # no rank to compare with, and no device to wait for
-                    return dict.fromkeys(buffers, 0)
-                own: list[Any] = [entry.value for entry in buffers.values()]
-                on_host = zip(buffers, all_to_host(own), strict=True)
-                return {name: zlib.crc32(host_bytes(buffer)) for name, buffer in on_host}
+                    return dict.fromkeys((part.key for part in buffers), 0)
+                on_host = zip(buffers, all_to_host([part.memory for part in buffers]), strict=True)
+                return {part.key: zlib.crc32(host_bytes(buffer)) for part, buffer in on_host}
 
         checksums = gather_on_all_ranks(self._world, prepare)
         if run.strategy.exact and run.context.is_logging_rank:
             warn_of_own_buffers(checksums)
-        state = RankState(values=values)
         with as_shards(), torch.no_grad():
-            boxes = boxes_of(run)
-            state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run))
-            state.tensors += model_boxes(run, boxes)
-            self._add_per_parameter(state, boxes, hook_states)
-            for name, entry in entries_of(run.model).items():
-                state.aliases.update({alias: name for alias in entry.names if alias != name})
+            of_model = parts_of(run)
+            parts = [*saved_buffers(buffers, rank, checksums, buffer_means(run)), *saved_parameters(run, of_model)]
+            parts += self._per_parameter(of_model, hook_states, values)
             # the class and the group options of each pipeline stage's optimizer
             stage = f"optimizer_groups/{run.context.index('pipeline')}"
             of_optimizer = optimizer_values(run.optimizer, self._made)
             of_run = {f"{replica}{stage}": of_optimizer for replica in written_prefixes(run, "pipeline")}
             of_run |= run_values(run, self._next_rate)
             values.update({path: encode(value, path, tensors) for path, value in of_run.items()})
-        state.tensors += [TensorBox.whole(key, tensor) for key, tensor in tensors.items()]
-        return state
+        return [*parts, *(Part.whole(key, tensor) for key, tensor in tensors.items())], values
 
-    def _add_per_parameter(
-        self, state: RankState, boxes: list[ParameterBox], hooks: Mapping[str, ParameterState]
-    ) -> None:
-        """Add the state that optimizer, strategy and hooks keep for each parameter."""
+    def _per_parameter(
+        self, parts: list[Part], hooks: Mapping[str, ParameterState], values: dict[str, Any]
+    ) -> Iterator[Part]:
+        """Yield the state that is kept for each parameter by optimizer, strategy and hooks; add plain ``values``."""
         run, own = self.run, replica_prefix(self.run.context.index("data"))
         sections = {
             "optimizer": (run.strategy.optimizer_state(run.optimizer), has_own_parameters(run)),
@@ -189,11 +177,11 @@ class State:
             **{f"{HOOK_STATE}/{name}": (params, has_own_parameters(run)) for name, params in hooks.items() if params},
         }
         for section, (params, is_own) in sections.items():
-            where, by = (own + section, boxes_of(run, replicas_differ=True)) if is_own else (section, boxes)
-            state.tensors += state_boxes(where, params, by, state.values)
+            where, by = (own + section, parts_of(run, replicas_differ=True)) if is_own else (section, parts)
+            yield from state_parts(where, params, by, values)
         elsewhere = {id(run.store.stored(param)) for param in run.strategy.parts.counted_elsewhere}
         where = (own if has_own_parameters(run) else "") + "optimizer"
-        state.tensors += whole_boxes(where, run.optimizer, elsewhere, state.values)
+        yield from whole_state_parts(where, run.optimizer, elsewhere, values)
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -213,8 +201,8 @@ class State:
         require_same_reference(run, reader)
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
-            boxes = boxes_of(run)
-            match = require_same_model(reader, model_weights(run.model, run.context))
+            parts = parts_of(run)
+            match = require_same_model(reader, whole_tensors(run.model, run.context))
 
             def check() -> tuple[dict[str, Any], ReplicaSource]:
                 """Find whatever can be wrong before anything is changed."""
@@ -226,7 +214,7 @@ class State:
 
             values, source = on_all_ranks(world, check)
             assets = self._read_assets(reader)
-            on_all_ranks(world, lambda: self._take(reader, match, boxes, values, source), _MIXED)
+            on_all_ranks(world, lambda: self._take(reader, match, parts, values, source), _MIXED)
             self._loaded = assets
             warn_of_changes(run, self._next_rate, reader, values)
         torch.clear_autocast_cache()
@@ -235,7 +223,7 @@ class State:
         self,
         reader: CheckpointReader,
         match: WeightMatch,
-        boxes: Sequence[ParameterBox],
+        parts: Sequence[Part],
         values: dict[str, Any],
         source: ReplicaSource,
     ) -> None:
@@ -244,20 +232,20 @@ class State:
         same_plan = list(reader.manifest.plan.get("axes", {}).items()) == list(context.grid.sizes.items())
         own_rank = context.rank if same_plan and not source.is_average else None
         trained = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
-        trained_boxes = [box for box in boxes if id(box.parameter) in trained]
-        state = read_state(f"{source.optimizer}optimizer", reader, values, trained_boxes, run.optimizer.state)
-        load_matched(reader, match, run.model, boxes, own_rank, source.own)
+        trained_parts = [part for part in parts if id(part.memory) in trained]
+        state = read_state(f"{source.optimizer}optimizer", reader, values, trained_parts, run.optimizer.state)
+        load_matched(reader, match, [*parts, *buffer_parts(run.model)], own_rank, source.own)
         saved = saved_optimizer(values, source.own)
         options = options_to_go_on(self._made, saved, is_logged=context.is_logging_rank)
         restore_optimizer(run.optimizer, state, options)
         load_whole(f"{source.optimizer}optimizer", reader, run.optimizer)
         has_strategy = source.strategy is not None
-        strategy_state = read_state(f"{source.strategy}strategy", reader, values, boxes) if has_strategy else {}
+        strategy_state = read_state(f"{source.strategy}strategy", reader, values, parts) if has_strategy else {}
         run.strategy.load_parameter_state(strategy_state)
         run.strategy.parameters_loaded()
         for name, hook in named_hooks(self.hooks):
             section = f"{source.own}{HOOK_STATE}/{name}"
-            hook.load_parameter_state(read_state(section, reader, values, boxes, keeps_dtypes=True))
+            hook.load_parameter_state(read_state(section, reader, values, parts, keeps_dtypes=True))
         restore_run(run, self.hooks, reader.manifest.step, values, source, same_plan=same_plan)
 
     def load_weights(
@@ -283,12 +271,14 @@ class State:
         run, model = self.run, self.run.model if reference is None else reference
         run.strategy.sync_point()
         with as_shards(), torch.no_grad():
-            boxes = boxes_of(run, reference)
-            weights = model_weights(model, run.context)
+            parts = [*parts_of(run, reference), *buffer_parts(model)]
+            weights = whole_tensors(model, run.context)
             try:
                 match = match_weights(
-                    weights, reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename,
-                    grow=grow, shorten=getattr(getattr(model, "options", None), "positions_by_row", ()),
+                    {name: part.shape for name, part in weights.items()},
+                    {name: part.names for name, part in weights.items()},
+                    reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename, grow=grow,
+                    shorten=getattr(getattr(model, "options", None), "positions_by_row", ()),
                     strict=strict,
                 )  # fmt: skip
             except CheckpointError as error:
@@ -296,7 +286,7 @@ class State:
             reader.verify(self._world, on_progress)
             is_whole = only is None and reference is None  # a part may know other tokens
             assets = self._read_assets(reader) if is_whole else self._loaded
-            on_all_ranks(self._world, lambda: load_matched(reader, match, model, boxes, None), _MIXED)
+            on_all_ranks(self._world, lambda: load_matched(reader, match, parts, None), _MIXED)
             if not run.strategy.exact and reference is None:  # messages under way and anchors belong to other weights
                 run.strategy.load_parameter_state({})
                 run.strategy.load_state_dict({})

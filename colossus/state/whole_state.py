@@ -10,15 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.values import decode, encode
 
 #: added to the name of the optimizer's section; the section itself has the state by parameter
 SUFFIX = "_whole"
 
 
-def whole_boxes(section: str, optimizer: Any, elsewhere: Container[int], values: dict[str, Any]) -> Iterator[TensorBox]:
+def whole_state_parts(
+    section: str, optimizer: Any, elsewhere: Container[int], values: dict[str, Any]
+) -> Iterator[Part]:
     """Yield the tensors under ``<section>_whole/<name>/<entry>``; add plain values and nests to ``values``.
 
     Args:
@@ -40,7 +42,7 @@ def whole_boxes(section: str, optimizer: Any, elsewhere: Container[int], values:
                 plain[entry] = value
         if plain:
             values[path] = encode(plain, path, tensors)
-        yield from (TensorBox.whole(key, value) for key, value in tensors.items())
+        yield from (Part.whole(key, value) for key, value in tensors.items())
 
 
 def load_whole(section: str, reader: CheckpointReader, optimizer: Any) -> None:

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from colossus.checkpoint.part import Part
 from colossus.comm import collectives
 from colossus.data.model_input import sequence_length
 from colossus.engine.engine import Engine
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box
-from colossus.layout.parameter import LogicalParameter
 from colossus.layout.split_parameter import as_shards
 from colossus.nest import tensors
 from colossus.schedule.executor import StepObserver
 from colossus.sharded_tensor.regions import local, to_whole
-from colossus.state.parameters import buffers_of, parameter_boxes
+from colossus.state.model_parts import buffer_parts, parameter_parts
 from colossus.verify.fingerprints import row_fingerprints, sample_keys
 
 #: the name of the output of the full model
@@ -36,34 +36,31 @@ class Shard(NamedTuple):
         name: the logical name in the full model.
         box: (start, stop) of every dim of the full shape.
         value: a tensor of the size of the box, on the CPU.
-        logical: the parameter; None for a buffer.
+        part: this rank's part of the parameter; None for a buffer.
     """
 
     name: str
     box: Box
     value: Tensor
-    logical: LogicalParameter | None = None
+    part: Part | None = None
 
 
 def weight_shards(engine: Engine) -> list[Shard]:
     """Return this rank's boxes of all parameters, and its buffers."""
     shards = list(parameter_shards(engine, lambda param: param.data))
-    for name, entry in buffers_of(engine.model).items():
-        assert isinstance(entry.value, Tensor)
-        shards.append(Shard(name, tuple((0, size) for size in entry.shape), entry.value.detach().cpu().clone()))
+    shards += [Shard(part.key, part.box, part.local.cpu().clone()) for part in buffer_parts(engine.model)]
     return shards
 
 
-def parameter_shards(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Shard]:
+def parameter_shards(engine: Engine, tensor_of: Callable[[Tensor], Tensor | None]) -> Iterator[Shard]:
     """Yield this rank's boxes of parameters, or of their gradients where there are some."""
-    for entry in parameter_boxes(engine.model, engine.context, (), replicas_differ=False):
+    for part in parameter_parts(engine.model, engine.context):
         with as_shards():
-            stored = tensor_of(entry.parameter)
+            stored = tensor_of(part.memory)
             if stored is None:
                 continue
-            value = entry.logical.local(stored.to_dense() if stored.is_sparse else stored).detach()
-            value = value[tuple(slice(0, stop - start) for start, stop in entry.box)]  # without padding
-            shard = Shard(entry.name, entry.box, value.cpu().clone(), entry.logical)
+            value = part.at(part.key, stored.to_dense() if stored.is_sparse else stored).local
+            shard = Shard(part.key, part.box, value.cpu().clone(), part)
         yield shard
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from colossus.checkpoint.part import Part
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layout.parameter import LogicalParameter, logical_parameters
+from colossus.layout.parameter import logical_parameters
 from colossus.schedule.executor import StepObserver
 from colossus.verify.capture import (
     ForwardCapture,
@@ -143,7 +144,7 @@ class Comparison(Recorder):
             mine, other = (torch.tensor(float(value)) for value in (number, expected["numbers"][kind]))
             self._add(difference_of(mine, other, 0.0, Finding(kind, step)))
         missing = expected["gradients"].keys() - {shard.name for shard in gradients}
-        without = [shard for shard in weights if shard.logical and shard.name in missing]
+        without = [shard for shard in weights if shard.part and shard.name in missing]
         gradients += [shard._replace(value=torch.zeros_like(shard.value)) for shard in without]
         self._compare("gradient", step, gradients, expected["gradients"])
         self._exclude_noise(gradients, expected["gradients"])
@@ -174,7 +175,7 @@ class Comparison(Recorder):
         place = {name: number for number, name in enumerate(expected)}
         for shard in shards:
             other = expected.get(shard.name)
-            shape = shard.logical.shape if shard.logical else tuple(shard.value.shape)
+            shape = shard.part.shape if shard.part else tuple(shard.value.shape)
             at = Finding(kind, step, shard.name, place.get(shard.name, len(place)))
             if other is None and kind == "gradient":
                 other = torch.zeros(shape, dtype=shard.value.dtype)
@@ -196,16 +197,16 @@ class Comparison(Recorder):
         finding = difference_of(shard.value, other, scale, at, mask)
         if not finding.relative <= self._tolerance:
             index = [number + start for number, (start, _) in zip(finding.index, shard.box, strict=True)]
-            finding = replace(finding, index=index, details=self._details(at.kind, shard.logical))
+            finding = replace(finding, index=index, details=self._details(at.kind, shard.part))
         self._add(finding)
 
-    def _details(self, kind: str, logical: LogicalParameter | None) -> list[str]:
-        if logical is None:
+    def _details(self, kind: str, part: Part | None) -> list[str]:
+        if part is None or not isinstance(part.memory, nn.Parameter):
             return []
-        split = f"layout {logical.layout}" if logical.layout.shard_axes else "whole on every rank"
-        lines = [f"shape {list(logical.shape)}, {split}"]
+        split = f"layout {part.layout}" if part.is_split else "whole on every rank"
+        lines = [f"shape {list(part.shape)}, {split}"]
         if kind == "gradient":
-            axes = " x ".join(gradient_sum_axes(logical.parameter, self._engine.context))
+            axes = " x ".join(gradient_sum_axes(part.memory, self._engine.context))
             lines.append(f"its gradient is summed over {axes}" if axes else "its gradient needs no sum over ranks")
         return lines
 
@@ -220,7 +221,7 @@ class Comparison(Recorder):
         common_limit = NOISE * norm_of(expected.values()) / math.sqrt(max(count, 1))
         for shard in gradients:
             whole = expected.get(shard.name)
-            if whole is None or tuple(whole.shape) != tuple(shard.logical.shape if shard.logical else ()):
+            if whole is None or tuple(whole.shape) != tuple(shard.part.shape if shard.part else ()):
                 continue
             limit = max(SMALL * norm_of([whole]) / math.sqrt(max(whole.numel(), 1)), common_limit)
             other, key = whole[tuple(slice(*span) for span in shard.box)], (shard.name, shard.box)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from colossus.checkpoint import tensor_file
 from colossus.checkpoint.manifest import MANIFEST
+from colossus.checkpoint.part import Part, choose_writers, written
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
-from colossus.checkpoint.writer import About, merge, write_boxes
+from colossus.checkpoint.writer import About, merge, write_parts
 from colossus.context.grid import RankGrid
 from colossus.layout.layout import Layout
 
@@ -71,12 +71,12 @@ def stage_of(held: int, grid: RankGrid) -> int | None:
     return None if held < 0 else held % grid.sizes["pipeline"]
 
 
-def states(grid: RankGrid, drawn: list[Any], which: int) -> list[RankState]:
-    """What every rank would add: as `parameter_boxes` decides it, tensors of all stages written by the first."""
+def states(grid: RankGrid, drawn: list[Any], which: int) -> list[list[Part]]:
+    """What every rank would add: as `parameter_parts` decides it, tensors of all stages written by the first."""
     out = []
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        state = RankState()
+        parts = []
         mine = [each for each in enumerate(drawn) if stage_of(each[1][2], grid) in (None, at["pipeline"])]
         writers = choose_writers(
             [(layout[which], shape, dtype.itemsize) for _, (shape, dtype, _, layout) in mine], grid.sizes, at
@@ -86,21 +86,21 @@ def states(grid: RankGrid, drawn: list[Any], which: int) -> list[RankState]:
             is_here = stage is not None or at["pipeline"] == 0
             box = layout[which].box(shape, grid.sizes, at)
             local = whole_tensor(number, shape, dtype)[tuple(slice(*span) for span in box)]
-            state.tensors.append(TensorBox(f"model/{number}", shape, box, local, is_writer and is_here))
-        out.append(state)
+            parts.append(Part(f"model/{number}", shape, box, local, is_writer and is_here))
+        out.append(parts)
     return out
 
 
-def write(folder: Path, written: list[RankState]) -> None:
+def write(folder: Path, of_ranks: list[list[Part]]) -> None:
     """As the ranks of `CheckpointWriter` would."""
     folder.mkdir()
     parts = []
-    for rank, state in enumerate(written):
-        mine = state.written()
+    for rank, state in enumerate(of_ranks):
+        mine = written(state)
         part: dict[str, Any] = {"values": {}, "aliases": {}, "file": None, "tensors": []}
         if mine:
             path = folder / f"rank-{rank:05d}.safetensors"
-            part |= write_boxes(path, mine, [held.local for held in mine])
+            part |= write_parts(path, mine, [held.local for held in mine])
         parts.append(part)
     (folder / MANIFEST).write_bytes(merge(parts, About(0)).to_bytes())
 
@@ -116,16 +116,16 @@ def test_every_element_is_written_once_and_read_anywhere(
     """Whatever the block that is read at a time, the gap that is passed over, and the buffers on the way to a device
     (None: the targets are on the host)."""
     saved, loaded, held = drawn
-    written = states(saved, held, 0)
+    of_ranks = states(saved, held, 0)
     for number, (shape, _, _, _) in enumerate(held):
         count = torch.zeros(shape, dtype=torch.int64)
-        for state in written:
-            for each in state.written():
+        for state in of_ranks:
+            for each in written(state):
                 if each.key == f"model/{number}":
                     count[tuple(slice(*span) for span in each.box)] += 1
         assert (count == 1).all(), f"tensor {number}, {saved}"
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
-    write(folder, written)
+    write(folder, of_ranks)
     block, gap = sizes
     small = mock.patch.multiple(
         tensor_file,
@@ -138,7 +138,7 @@ def test_every_element_is_written_once_and_read_anywhere(
         reader.verify()
         assert reader.manifest.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         for state in states(loaded, held, 1):
-            for each in state.tensors:
+            for each in state:
                 wanted = each.local
                 # into memory that is not contiguous, and of another dtype, too
                 for out in (torch.empty_like(wanted), torch.empty((*wanted.shape, 2), dtype=wanted.dtype)[..., 0]):

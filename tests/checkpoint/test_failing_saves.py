@@ -20,8 +20,8 @@ from helpers.ranks import run_ranks
 from colossus.checkpoint import writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import About
-from colossus.checkpoint.tensor_box import RankState, TensorBox
-from colossus.checkpoint.writer import CheckpointWriter
+from colossus.checkpoint.part import Part
+from colossus.checkpoint.writer import CheckpointWriter, RankState
 from colossus.context.parallel_context import ParallelContext
 
 
@@ -99,7 +99,7 @@ def _trouble(context: ParallelContext, root: Path) -> list[str]:
 
     # parts that do not fit together
     attempt(3, lambda: state_of(3, 0, world), True)
-    other = RankState([TensorBox.whole("model/matrix", torch.zeros(rank + 1, dtype=torch.float64), writes=True)])
+    other = [Part.whole("model/matrix", torch.zeros(rank + 1, dtype=torch.float64))], {}
     attempt(4, lambda: other, False)
 
     attempt(5, lambda: state_of(5, rank, world), True)

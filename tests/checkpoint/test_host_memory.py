@@ -21,7 +21,8 @@ from colossus.checkpoint.folder import file_of, name_of
 from colossus.checkpoint.host_memory import HostMemory
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.memory_writer import MemoryWriter
-from colossus.checkpoint.tensor_box import RankState, TensorBox
+from colossus.checkpoint.part import Part
+from colossus.checkpoint.writer import RankState
 from colossus.config import ConfigError
 from colossus.context.parallel_context import ParallelContext
 
@@ -42,8 +43,8 @@ def state_of(rank: int, step: int) -> RankState:
     """Each rank holds some rows of one tensor; the first one a value, too."""
     start = rank * ROWS
     local = values(step)[start : start + ROWS].clone()
-    box = TensorBox("model/w", (4 * ROWS, WIDTH), ((start, start + ROWS), (0, WIDTH)), local)
-    return RankState([box], {"step": step} if rank == 0 else {})
+    box = Part("model/w", (4 * ROWS, WIDTH), ((start, start + ROWS), (0, WIDTH)), local)
+    return [box], {"step": step} if rank == 0 else {}
 
 
 def save_steps(context: ParallelContext, tmp_path: Path, steps: tuple[int, ...], copies: int, hosts: int = 2) -> None:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import ModelTensor, match_exactly, match_weights, renamed
+from colossus.checkpoint.matching import Shape, WeightMatch, match_exactly, match_weights, renamed
 
 NAMES = ["embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.1.up.weight", "norm.weight"]
 
 
-def known(**shapes: tuple[int, ...]) -> dict[str, ModelTensor]:
-    """``blocks__0`` stands for ``blocks.0``; keywords have no dots."""
-    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
-    return {name: ModelTensor(shape, (name,)) for name, shape in names.items()}
+def match(model: dict[str, Shape], saved: dict[str, Shape], aliases: dict[str, str], **options: Any) -> WeightMatch:
+    """The match of a model whose tensors have one name each."""
+    return match_weights(model, {name: (name,) for name in model}, saved, aliases, **options)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_renames_that_cannot_be_meant(rename: Any, message: str) -> None:
 
 
 def test_the_same_model_is_asked_for_everything() -> None:
-    model = known(a=(2, 3), b=(4,), c=(1,))
+    model = dict(a=(2, 3), b=(4,), c=(1,))
     assert match_exactly(model, {"a": (2, 3), "b": (4,), "c": (1,)}).is_complete
     found = match_exactly(model, {"a": (3, 3), "b": (4,), "d": (1,)})
     assert dict(found.sources) == {"b": "b"}
@@ -58,30 +57,30 @@ def test_the_same_model_is_asked_for_everything() -> None:
 
 
 def test_tables_have_other_rows_where_that_is_said() -> None:
-    model, saved = known(table=(7, 3), other=(5, 3)), {"table": (5, 3), "other": (4, 3)}
-    found = match_weights(model, saved, {}, grow=["table"])
+    model, saved = dict(table=(7, 3), other=(5, 3)), {"table": (5, 3), "other": (4, 3)}
+    found = match(model, saved, {}, grow=["table"])
     assert dict(found.sources) == {"table": "table"}
     assert dict(found.resized) == {"table": (5, 7)}
     assert dict(found.other_shape) == {"other": ((4, 3), (5, 3))}
-    assert dict(match_weights(known(table=(4, 3)), saved, {}, shorten=["table"]).resized) == {"table": (5, 4)}
+    assert dict(match(dict(table=(4, 3)), saved, {}, shorten=["table"]).resized) == {"table": (5, 4)}
     for there, here in (((7, 3), (5, 3)), ((5, 3), (7, 4)), ((5,), (7, 1))):
-        model = {"table": ModelTensor(here, ("table",)), "a": ModelTensor((1,), ("a",))}
-        found = match_weights(model, {"table": there, "a": (1,)}, {}, grow=["table"])
+        model = {"table": here, "a": (1,)}
+        found = match(model, {"table": there, "a": (1,)}, {}, grow=["table"])
         assert dict(found.other_shape) == {"table": (there, here)}
 
 
 def test_ties_on_either_side() -> None:
-    tied = {"embedding": ModelTensor((5, 3), ("embedding", "head"))}
-    apart = known(embedding=(5, 3), head=(5, 3))
+    tied: Any = ({"embedding": (5, 3)}, {"embedding": ("embedding", "head")})
+    apart: Any = dict(embedding=(5, 3), head=(5, 3))
     # tied there, apart here; and one name there, another of it here
-    found = match_weights(apart, {"embedding": (5, 3)}, {"head": "embedding"})
+    found = match(apart, {"embedding": (5, 3)}, {"head": "embedding"})
     assert dict(found.sources) == {"embedding": "embedding", "head": "embedding"}
-    assert dict(match_weights(tied, {"head": (5, 3)}, {}).sources) == {"embedding": "head"}
-    assert dict(match_weights(tied, {"head": (5, 3)}, {}, only=["head"]).sources) == {"embedding": "head"}
+    assert dict(match_weights(*tied, {"head": (5, 3)}, {}).sources) == {"embedding": "head"}
+    assert dict(match_weights(*tied, {"head": (5, 3)}, {}, only=["head"]).sources) == {"embedding": "head"}
     # apart there, tied here: which one is meant must be said
     saved = {"embedding": (5, 3), "head": (5, 3)}
     with pytest.raises(CheckpointError, match=r"embedding and head of the checkpoint both go to embedding "):
-        match_weights(tied, saved, {})
-    found = match_weights(tied, saved, {}, rename={"embedding": None})
+        match_weights(*tied, saved, {})
+    found = match_weights(*tied, saved, {}, rename={"embedding": None})
     assert dict(found.sources) == {"embedding": "head"}
     assert found.is_complete

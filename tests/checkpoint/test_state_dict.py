@@ -10,9 +10,9 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 WORDS, WIDTH = 11, 6
 

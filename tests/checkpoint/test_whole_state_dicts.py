@@ -20,10 +20,10 @@ from colossus.checkpoint import (
     CheckpointError,
     full_state_dict,
     read_state_dict,
-    state_dict,
     stream_saved_state_dict,
     stream_state_dict,
 )
+from colossus.state import model_state_dict
 
 PLANS: dict[str, dict[str, Any]] = {
     "pipeline_1d": dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=2)),
@@ -44,7 +44,7 @@ def _streams(rank: int, plans: dict[str, Any], root: str) -> dict[str, float]:
         wanted = full_state_dict(model, context)
 
         alive: list[weakref.ref[Tensor]] = []
-        whole = state_dict._whole_of_stage
+        whole = model_state_dict._whole_of_stage
 
         def counted(*args: Any, alive: Any = alive, whole: Any = whole) -> Tensor:
             until = time.monotonic() + 10.0  # gloo's thread lets go a moment later
@@ -55,14 +55,14 @@ def _streams(rank: int, plans: dict[str, Any], root: str) -> dict[str, float]:
             alive.append(weakref.ref(out))
             return out
 
-        state_dict._whole_of_stage = counted
+        model_state_dict._whole_of_stage = counted
         found: dict[str, Tensor] = {}
         ties: dict[str, int] = {}
         for name, value in stream_state_dict(model, context):
             found[name] = value.clone()
             ties[name] = id(value)
             del value
-        state_dict._whole_of_stage = whole
+        model_state_dict._whole_of_stage = whole
         assert len(alive) == len(wanted) - 1
         if rank == 0:
             assert found.keys() == wanted.keys()

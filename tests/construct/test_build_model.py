@@ -14,12 +14,12 @@ from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.construct.build_model import build
 from colossus.construct.initial_values import Normal
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import num_parameters
+from colossus.state.model_state_dict import full_state_dict
 
 # -- the same start -------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict
 
 
 class Words(nn.Module):

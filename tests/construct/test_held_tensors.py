@@ -12,10 +12,10 @@ from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.construct.build_model import build
 from colossus.construct.initial_values import Normal, Values
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict
 
 
 class Slotted:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import colossus
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
+from colossus.state.model_state_dict import full_state_dict
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": dict(n_embd=16, n_layer=2, n_head=4, n_positions=8, vocab_size=53, resid_pdrop=0.0, embd_pdrop=0.0,

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.forward_chain import make_chain
 from colossus.data.batch import slice_batch
 from colossus.layers.pipeline_block import pipeline_blocks, run_blocks
+from colossus.state.model_state_dict import full_state_dict
 
 transformers.logging.set_verbosity_error()
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.layer_table import ROWS
 from colossus.models.gpt import GPT
 from colossus.models.vit import ViT
 from colossus.sparse.words_model import WordsLM
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS, WIDTH = 4, 6, 16
 

@@ -12,8 +12,8 @@ from helpers.long import but
 from helpers.ranks import run_ranks
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.hf.native import is_transposed
+from colossus.state.model_state_dict import full_state_dict
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="scripts/test installs transformers")
 SIZES: dict[str, Any] = dict(

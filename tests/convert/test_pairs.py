@@ -18,10 +18,10 @@ from helpers.training import assert_close_states, packed, relative, unpacked
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.forward_parts import call_model
 from colossus.convert.parallelize import conversion_of
 from colossus.convert.swap import is_conv1d
+from colossus.state.model_state_dict import full_state_dict
 
 transformers.logging.set_verbosity_error()
 

@@ -12,9 +12,9 @@ from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.parallelize import conversion_of
+from colossus.state.model_state_dict import full_state_dict
 
 VOCAB, HIDDEN = 13, 16
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data.batch import slice_batch
+from colossus.state.model_state_dict import full_state_dict
 
 #: of the table of user models: each with other layers, or other things that a copy may lose
 SOME = ("gated", "two_inputs", "tied_by_hand", "norm_inside_of_a_pair", "transformer_of_pairs", "vision_transformer",

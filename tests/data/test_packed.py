@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data import TooLittleData, build_loaders
 from colossus.data.documents.encoder import Text
 from colossus.data.documents.packed import NO_LABEL, Packed
 from colossus.data.documents.packing import STRATEGIES, best_fit
 from colossus.data.documents.row_source import Piece, RowSource
+from colossus.state.model_state_dict import full_state_dict
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 

@@ -17,9 +17,9 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.engine.engine import Engine
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS = 15
 Record = list[tuple[Any, ...]]

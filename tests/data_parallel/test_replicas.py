@@ -18,12 +18,12 @@ from helpers.training import assert_close_states, batch_of, config_of
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.engine.fit import FitSummary, Hook, fit
 from colossus.layout.split_parameter import as_shards
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 #: ranks, parallel, and how far the weights of replicas in the average grow with their number
 PLANS: dict[str, tuple[int, dict[str, Any], float]] = {

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layout.split_parameter import local_shape
 from colossus.schedule.actions import Action
 from colossus.schedule.executor import StepObserver
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, BATCH, CLIP = 5, 12, 0.5
 LR, MOMENTUM = 0.05, 0.9

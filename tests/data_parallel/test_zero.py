@@ -15,13 +15,13 @@ from helpers.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import local_shape
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 STAGES = (1, 2, 3)
 

@@ -12,8 +12,8 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.engine.engine import Engine
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 STEPS = 3
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
+from colossus.state.model_state_dict import full_state_dict
 
 SAMPLES, STEPS, SAVED = 29, 8, 4
 RAMP = dict(start=4, steps=5)

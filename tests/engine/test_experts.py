@@ -16,9 +16,9 @@ from helpers.training import BATCH, SIZES, batch_of
 import colossus
 from colossus import layers
 from colossus.checkpoint.folder import name_of
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.monitor.metrics import Metrics
+from colossus.state.model_state_dict import full_state_dict
 
 TOKENS = BATCH * SIZES["seq_len"]
 ROUTERS = ["blocks.0.mlp.router", "blocks.1.mlp.router"]

@@ -17,7 +17,7 @@ from helpers.user_models.table import Plan
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, LR, CODES = 3, 0.05, 4
 PLANS: dict[str, Plan] = {

@@ -13,7 +13,7 @@ from helpers.training import batch_of, config_of, is_key_bias, shared_run
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, NORM, VALUE = 3, 0.5, 0.004
 

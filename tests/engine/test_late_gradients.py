@@ -10,7 +10,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, LATE, BATCH = 5, 2, 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.loss_function import checked_sum
+from colossus.state.model_state_dict import full_state_dict
 
 # -- what it returns ----------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from helpers.user_models.table import PLANS
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data.model_input import model_input, sequence_length
-from colossus.engine.inputs import ForwardCall
+from colossus.engine.inputs import ForwardCall, model_input, sequence_length
 from colossus.engine.nonfinite import tokens_per_sample
 from colossus.layers.pipeline_block import PipelineBlock
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS, VOCAB, HIDDEN, STEPS = 4, 4, 7, 8, 2
 

@@ -15,7 +15,7 @@ from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, EMPTY = 5, (1, 3)
 

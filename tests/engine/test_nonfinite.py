@@ -17,10 +17,10 @@ from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.data_parallel.update import _skipped_where
 from colossus.engine.nonfinite import NonFiniteGradients
 from colossus.engine.optimizers import torch_optimizer
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, BAD = 4, 1
 #: rank, parameter

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers import PipelineBlock
+from colossus.state.model_state_dict import full_state_dict
 
 WIDTH, SAMPLES = 6, 12
 

@@ -13,8 +13,8 @@ from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers import PipelineBlock
+from colossus.state.model_state_dict import full_state_dict
 
 WIDTH = 10
 

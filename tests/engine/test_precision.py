@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.layout.parameter import spec_of
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS = 3
 #: ranks, parallel, schedule

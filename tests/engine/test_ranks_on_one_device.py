@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 import colossus
 from colossus import torch_versions
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import links
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.world import choose_backend, pick_device
 from colossus.launch.checks import check_devices
+from colossus.state.model_state_dict import full_state_dict
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),

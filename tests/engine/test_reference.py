@@ -15,7 +15,6 @@ from helpers.training import batch_of
 import colossus
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.data.make_loaders import loaders_of
 from colossus.inference.config import find_source
@@ -23,6 +22,7 @@ from colossus.inference.model import load_model
 from colossus.launch.resume import choose
 from colossus.layers import LoRALinear
 from colossus.models.gpt import GPT
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
 DPO: dict[str, Any] = dict(objective=dict(type="dpo", beta=0.3), reference=dict())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 WIDTH, SAMPLES, STEPS = 4, 8, 3
 ZERO_3: dict[str, Any] = dict(data=2, zero=3)

@@ -12,8 +12,8 @@ from helpers.device_ranks import DeviceRanks
 from helpers.training import batch_of, config_of
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
+from colossus.state.model_state_dict import full_state_dict
 
 MODEL: dict[str, Any] = dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=53, seq_len=16, dropout=0.1)
 BEFORE, AFTER = 3, 3

@@ -9,9 +9,9 @@ from helpers.ranks import grid
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.manifest import About
+from colossus.checkpoint.part import Part
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_box import RankState, TensorBox
-from colossus.checkpoint.writer import CheckpointWriter
+from colossus.checkpoint.writer import CheckpointWriter, RankState
 from colossus.context.parallel_context import ParallelContext
 
 #: rows of the tensor that ranks share out, and its columns
@@ -22,10 +22,10 @@ def state_of(step: int, rank: int = 0, world: int = 1) -> RankState:
     """A rank's rows of a matrix, and a vector that the last rank writes; all elements are the step."""
     rows = ROWS // world
     box = ((rank * rows, (rank + 1) * rows), (0, COLUMNS))
-    return RankState(
+    return (
         [
-            TensorBox("model/matrix", (ROWS, COLUMNS), box, torch.full((rows, COLUMNS), float(step))),
-            TensorBox.whole("model/vector", torch.full((5,), float(step)), writes=rank == world - 1),
+            Part("model/matrix", (ROWS, COLUMNS), box, torch.full((rows, COLUMNS), float(step))),
+            Part.whole("model/vector", torch.full((5,), float(step)), writes=rank == world - 1),
         ],
         {f"ranks/{rank}/step": step},
     )

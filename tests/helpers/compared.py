@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.state.model_state_dict import full_state_dict
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -11,7 +11,7 @@ from helpers.twins import PlainGPT
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, CLIP = 5, 0.5
 #: weights before and after

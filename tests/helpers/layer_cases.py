@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.state.model_state_dict import full_state_dict
 
 #: divide over every mode of `helpers.modes`; heads of 16 features are what flash attention takes
 HIDDEN, HEADS, WIDE, TOKENS, VOCAB = 192, 12, 288, 10, 37

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layout.parameter import logical_parameters
 from colossus.layout.redistribute import gather
 from colossus.layout.split_parameter import local_shape
+from colossus.state.model_state_dict import full_state_dict
 
 ROWS, SMALL, RARE, DIM, HIDDEN, CLASSES, SAMPLES, LENGTH = 37, 2, 11, 6, 8, 5, 12, 3
 STEPS = 4

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
 BATCH = 8

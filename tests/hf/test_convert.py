@@ -20,12 +20,12 @@ import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
 from colossus.hf.family import family_of
 from colossus.launch.resume import choose
 from colossus.registry import MODEL_OPTIONS
+from colossus.state.model_state_dict import full_state_dict
 
 Captured = pytest.CaptureFixture[str]
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "vit": VIT}

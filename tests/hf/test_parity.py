@@ -20,8 +20,8 @@ from torch import Tensor
 import colossus
 import colossus.hf
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS = 3
 PLANS = plans("alone", "1d", "1d_sharded_4", "2d", "2.5d", "3d", "pipeline2", "pipeline2_1d", "zero3", "expert2")

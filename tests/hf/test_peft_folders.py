@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 missing = [name for name in ("transformers", "peft") if find_spec(name) is None]
 pytestmark = [

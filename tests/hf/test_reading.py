@@ -15,12 +15,12 @@ from torch import Tensor
 
 import colossus
 from colossus.checkpoint import CheckpointError, read_state_dict
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
 from colossus.engine.initialize import make_engine
 from colossus.hf.hf_folder import options_of, read_folder
 from colossus.hf.hf_reader import HFReader
 from colossus.monitor.display import Display
+from colossus.state.model_state_dict import full_state_dict
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "vit": VIT}
 

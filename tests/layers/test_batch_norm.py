@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers, torch_versions
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, STEPS = 24, 4
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 PLANS = plans("data2_1d", "1d_sharded", "2d", "2d_4x1", "3d", "3d_2x1x2", "3d_4x1x1")
 BATCH, TOKENS, HIDDEN = 8, 4, 8

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.llama_options import LlamaOptions
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS, HIDDEN = 12, 24, 24
 X, DY = numbers(BATCH, TOKENS, HIDDEN), numbers(BATCH, TOKENS, HIDDEN, seed=1)

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import head_attention
@@ -26,6 +25,7 @@ from colossus.layers.linear import share_input
 from colossus.sequence_parallel import tiles
 from colossus.sequence_parallel.mask import CAUSAL, FULL
 from colossus.sharded_tensor.tensor import plain
+from colossus.state.model_state_dict import full_state_dict
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.config.schema import Parallel
 from colossus.construct.initial_values import Normal
@@ -28,6 +27,7 @@ from colossus.layers.expert_rows import bytes_sent
 from colossus.layers.grouped_matmul import grouped_product
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.router import SUMS
+from colossus.state.model_state_dict import full_state_dict
 
 HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 6, 3
 #: experts spread over ranks

@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
+from colossus.state.model_state_dict import full_state_dict
 
 IN, OUT = 12, 24
 

@@ -20,10 +20,10 @@ from helpers.user_models.table import Plan, Run, difference
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import gather_samples, mean_over_samples
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, LR, SIZE = 2, 0.05, 4
 

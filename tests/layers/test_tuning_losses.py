@@ -16,12 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.token_values import ChunkedLogits
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS, HIDDEN, VOCAB = 24, 5, 24, 29
 

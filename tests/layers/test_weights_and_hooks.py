@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 HIDDEN, BATCH, TOKENS = 8, 12, 3
 SPLIT = dict(mode="2d", size=4)

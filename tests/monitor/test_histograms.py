@@ -14,12 +14,12 @@ from helpers.training import batch_of, config_of
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.fit import Hook, fit
 from colossus.monitor.hooks.histograms import Histograms
 from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker
 from colossus.monitor.metrics import Metrics
 from colossus.schedule.executor import StepObserver
+from colossus.state.model_state_dict import full_state_dict
 
 BINS = 7
 #: the vocabulary (53) does not divide, and is padded; under a pipeline two stages hold the embedding

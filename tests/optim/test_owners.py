@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.groups import AxisGroup
 from colossus.optim.muon import orthogonalise
 from colossus.optim.owner_exchange import choose_owners, in_buckets
+from colossus.state.model_state_dict import full_state_dict
 
 MODEL = dict(type="GPT", **{**SIZES, "num_layers": 1})
 

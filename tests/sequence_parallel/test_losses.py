@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import with_sequence
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS, WIDTH, CLASSES = 4, 16, 8, 11
 Batch = dict[str, Tensor]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.state.model_state_dict import full_state_dict
 
 BATCH, TOKENS = 4, 13
 

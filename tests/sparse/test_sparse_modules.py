@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, BAG, SEED, STEPS = 37, 8, 41, 8, 4, 3, 3, 4
 LR, CLIP, NEGATIVES = 2.0, 0.9, 9

@@ -29,8 +29,8 @@ from helpers.tables import (
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.nonfinite import NonFiniteGradients
+from colossus.state.model_state_dict import full_state_dict
 
 SGD = dict(type="SGD", lr=0.5)
 

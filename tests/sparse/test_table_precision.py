@@ -12,10 +12,10 @@ from helpers.tables import SAMPLES, TABLES, Run, Words, batch_of, loss_fn, own_p
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.rows.row_gradient import RowGradient
+from colossus.state.model_state_dict import full_state_dict
 
 PRECISIONS: dict[str, Any] = {"bf16": "bf16", "fp16": "fp16", "bf16 parameters": dict(params="bf16", compute="bf16")}
 #: of losses, and of weights by the norm of their difference

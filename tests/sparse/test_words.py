@@ -14,12 +14,12 @@ from helpers.twins import PlainBlock, plain_norm
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import Config, ConfigError
 from colossus.config.plans import resolve_sizes
 from colossus.data.make_loaders import loaders_of
 from colossus.launch.checks import check_data
 from colossus.sparse.words_options import WordsOptions
+from colossus.state.model_state_dict import full_state_dict
 
 STEPS, BATCH, SEED, LR = 3, 8, 5, 2.0
 SIZES: dict[str, Any] = dict(

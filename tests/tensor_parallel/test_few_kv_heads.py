@@ -16,7 +16,6 @@ from helpers.training import batch_of, config_of, run_plan, shared_run
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.comm.accounting import Traffic
 from colossus.config import load_config
@@ -26,6 +25,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.gpt import GPT
 from colossus.sharded_tensor.tensor import plain
+from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 from colossus.tensor_parallel.traffic import matmul_traffic, route_traffic
 
 STEPS = 3

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.accounting import Counter, count
 from colossus.comm.conjugate import start
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel.mask import CAUSAL, FULL
+from colossus.state.model_state_dict import full_state_dict
 from colossus.tensor_parallel import move_plan
 
 HIDDEN, HEADS, WIDE = 24, 6, 36

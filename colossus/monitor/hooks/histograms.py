@@ -20,8 +20,8 @@ from colossus.monitor.hooks.options import HistogramsOptions
 from colossus.monitor.hooks.tracker import Histogram, Tracker
 from colossus.monitor.row_file import RowFile
 from colossus.schedule.executor import StepObserver
-from colossus.state.parameters import model_weights
-from colossus.state.replicas import boxes_of
+from colossus.state.model_state_dict import whole_tensors
+from colossus.state.replicas import parts_of
 
 #: elements at a time: torch counts in float32
 _MOST = 1 << 24
@@ -50,8 +50,8 @@ class Histograms(Hook, StepObserver):
         engine.observers.append(self)
         self._group = context.group(engine.strategy.summed_axes)
         #: names on all ranks; those of buffers have no counts
-        self._names = list(model_weights(engine.model, context))
-        self._boxes = boxes_of(run, replicas_differ=not engine.strategy.exact)
+        self._names = list(whole_tensors(engine.model, context))
+        self._own = parts_of(run, replicas_differ=not engine.strategy.exact)
         if context.is_logging_rank:
             path, checkpoints = self.options.path, engine.checkpoints
             continues = checkpoints.resumed_from is not None or checkpoints.is_restart
@@ -90,14 +90,14 @@ class Histograms(Hook, StepObserver):
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the part of each tensor that this rank counts, with the tensor's number."""
         numbers = {name: number for number, name in enumerate(self._names)}
-        for box in self._boxes:
+        for part in self._own:
             for at, kind in enumerate(self._kinds):
-                values = box.parameter if kind == "weights" else box.parameter.grad
-                if values is not None and box.writes:
-                    part = box.tensor_box("", values.to_dense() if values.is_sparse else values).local
-                    if part.numel():
-                        wide = part.float() if part.dtype in LOW else part
-                        yield at * len(self._names) + numbers[box.name], wide.to(self._engine.device)
+                values = part.memory if kind == "weights" else part.memory.grad
+                if values is not None and part.writes:
+                    local = part.at("", values.to_dense() if values.is_sparse else values).local
+                    if local.numel():
+                        wide = local.float() if local.dtype in LOW else local
+                        yield at * len(self._names) + numbers[part.key], wide.to(self._engine.device)
 
     def _write(self, ranges: list[tuple[float, float]], counts: list[list[int]]) -> None:
         """Write the histograms, on the logging rank."""

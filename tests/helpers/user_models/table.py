@@ -12,7 +12,7 @@ from helpers.user_models.cases import BATCH, Kit, PlainKit, UserModel
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.state.model_state_dict import full_state_dict
 
 LR = 0.05
 TOLERANCE = 1e-10
