@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks import memory
+from colossus.checkpoint.checkpoint_store import DiskStore
 from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.manifest import About
 from colossus.checkpoint.part import Part, choose_writers
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import About, CheckpointWriter, RankState
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Layout
@@ -168,14 +169,14 @@ class Ours:
         self._grid = RankGrid({_AXIS: world}, {_AXIS: (_AXIS,)})
         self._context = ParallelContext(self._grid, rank)
         self._root, self._rank = root, rank
-        self._writer = CheckpointWriter(root, self._context)
+        self._store = DiskStore(root, self._context)
         self._about = About(1)
 
     def clear(self) -> None:
         if self._rank == 0:
             _empty(self._root)
 
-    def _state(self, tensors: list[Tile]) -> RankState:
+    def _state(self, tensors: list[Tile]) -> tuple[list[Part], dict[str, Any]]:
         sizes, at = self._grid.sizes, self._context.coordinates
         layouts = [
             Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(len(part.shape)))) for part in tensors
@@ -190,10 +191,10 @@ class Ours:
         return parts, {}
 
     def save(self, tensors: list[Tile]) -> None:
-        self._writer.save(lambda: self._state(tensors), self._about, background=False).wait()
+        self._store.put(lambda: self._state(tensors), self._about, background=False).wait()
 
     def start(self, tensors: list[Tile]) -> None:
-        self._save = self._writer.save(lambda: self._state(tensors), self._about)
+        self._save = self._store.put(lambda: self._state(tensors), self._about)
 
     def finish(self) -> None:
         self._save.wait()

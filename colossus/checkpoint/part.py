@@ -1,15 +1,17 @@
-"""The part that a rank has of a named tensor, in which a checkpoint is written and read."""
+"""The part that a rank has of a named tensor, in which a checkpoint is written and read; the file of a rank's parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from colossus.checkpoint.tensor_file import dtype_name
+from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.layout.layout import Box, Intervals, Layout
 
 #: position in the state dict of the whole model: number of the parameter or buffer, number within it
@@ -142,3 +144,28 @@ def choose_writers(
         counts[writer] += math.prod(layout.chunk(shape, sizes)) * item_bytes
         chosen.append(writer == index)
     return chosen
+
+
+def aliases_in(parts: Iterable[Part]) -> dict[str, str]:
+    """Return the other names of a model's tied parameters and buffers -> the first name of each."""
+    named = ((next(iter(part.names)), part.names) for part in parts if len(part.names) > 1)
+    return {alias: first for first, names in named for alias in names if alias != first}
+
+
+def write_parts(
+    path: Path, parts: Sequence[Part], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Write and flush a file of these parts; ``tensors`` yields their values one after the other.
+
+    Returns:
+        The file's part of the manifest.
+    """
+    times = Counter(part.key for part in parts)
+    names = [part.key if times[part.key] == 1 else f"{part.key}[{part.box[0][0]}:{part.box[0][1]}]" for part in parts]
+    header = make_header([(name, part.dtype, part.size) for name, part in zip(names, parts, strict=True)])
+    crc = write_file(path, header, tensors, on_block)
+    rows = [
+        [part.key, dtype_name(part.dtype), part.shape, header.offsets[name], [low for low, _ in part.box], part.size]
+        for name, part in zip(names, parts, strict=True)
+    ]
+    return {"file": [path.name, header.num_bytes, crc], "tensors": rows}

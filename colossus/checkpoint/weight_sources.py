@@ -124,17 +124,6 @@ def read_assets(folder: Path, config: Mapping[str, Any]) -> Assets:
     return Assets({key: config[key] for key in sections}, files)
 
 
-def assets_of_model(model: Any) -> Assets:
-    """Return the assets of a model of transformers: files of its folder, and its generation settings. Else none."""
-    folder, settings = getattr(model, "name_or_path", None), getattr(model, "generation_config", None)
-    is_folder = isinstance(folder, str) and bool(folder) and Path(folder).is_dir()
-    files = dict(read_assets(Path(folder), {}).files) if is_folder else {}  # type: ignore[arg-type]
-    is_own = not getattr(settings, "_from_model_config", True) or GENERATION not in files  # else the file says more
-    if is_own and hasattr(settings, "to_json_string"):
-        files[GENERATION] = settings.to_json_string().encode()  # type: ignore[union-attr]
-    return Assets(files=files)
-
-
 def write_assets(files: Mapping[str, bytes], folder: Path) -> None:
     """Write and flush the files of assets."""
     for name, data in files.items():

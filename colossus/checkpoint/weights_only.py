@@ -14,11 +14,10 @@ from torch import Tensor
 from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
-from colossus.checkpoint.part import Part
+from colossus.checkpoint.part import Part, write_parts
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name
 from colossus.checkpoint.weight_sources import read_assets, write_assets
-from colossus.checkpoint.writer import write_parts
 
 T = TypeVar("T")
 

@@ -1,36 +1,29 @@
-"""The checkpoints of a run: the one from which it resumes, loading and saving."""
+"""The user's calls that save and load the state of a run."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from colossus.arithmetic import counted
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
-from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.errors import under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
-from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.weight_sources import Assets, find_weights, open_weights
-from colossus.comm.objects import broadcast_object
-from colossus.config import ConfigError
-from colossus.data.loader import Loader
+from colossus.checkpoint.save import Save, SavedCheckpoint
+from colossus.checkpoint.weight_sources import Assets, find_weights
 from colossus.engine.launched import Launched
-from colossus.engine.saves import Saves
-from colossus.state.state import State
+from colossus.engine.resumer import Resumed, Resumer
+from colossus.engine.saver import Saver
+from colossus.state.collect import assets_of
+from colossus.state.restore import load_weights
+from colossus.state.run import Run, SavedHook
 
 log = logging.getLogger("colossus.engine")
 
-#: returns a checkpoint that is not among the damaged ones
-Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
-
-class Checkpoints(Saves):
+class Checkpoints:
     """The calls that save and load the whole state of a run. They are collective, if they do not say otherwise.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
@@ -50,9 +43,12 @@ class Checkpoints(Saves):
         on_progress: called from any thread when a part of a checkpoint was written or read, as a sign of life.
     """
 
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._has_begun = False
+    def __init__(self, run: Run) -> None:
+        self._run, self._config = run, run.config.checkpoint
+        self.on_progress: Callable[[], None] = lambda: None
+        self._saver = Saver(run, lambda: self.on_progress())
+        self.resumer = Resumer(run, self._saver, lambda: self.on_progress())
+        self._has_begun = self.is_restart = self.save_requested = False
         self.resume_from = self._config.resume
         self.resume_until: int | None = None
         self.skip_batches: int | None = 0
@@ -68,9 +64,82 @@ class Checkpoints(Saves):
         self.resume_until, self.skip_batches, self.rollback_time = launched.rollback
 
     @property
+    def hooks(self) -> Sequence[SavedHook]:
+        return self._run.hooks
+
+    @hooks.setter
+    def hooks(self, hooks: Sequence[SavedHook]) -> None:
+        self._run.hooks = hooks
+
+    @property
     def assets(self) -> Assets:
         """The assets of the weights: a tokenizer, names of classes, ids of special tokens."""
-        return self._state.assets
+        return assets_of(self._run)
+
+    @property
+    def root(self) -> Path:
+        """The folder of this run's checkpoints; ValueError if neither the config nor a launch defines one."""
+        return self._saver.root
+
+    @property
+    def stall_seconds(self) -> float:
+        return self._saver.stall_seconds
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def save(self, *, background: bool | None = None) -> Save:
+        """Start to save the state as it is now, between two steps; waits for the end of the save before.
+
+        In a loop over ``engine.loader`` call it after `train_step`. A batch that was taken and not trained on yet comes
+        again after a resume only if the order of the data depends on the step alone; else a warning says so.
+
+        Args:
+            background: whether the step waits for a copy in memory only; by default that of the config.
+
+        Returns:
+            A handle to wait for, which raises if the save fails.
+
+        Raises:
+            NonFiniteGradients: on all ranks, on an accelerator, for the last step: nothing is saved.
+        """
+        self.take_weights()
+        return self._saver.save(background=background)
+
+    def request_save(self) -> None:
+        """Let the next `after_step` save, whatever ``checkpoint.every`` is: for a hook, on all ranks.
+
+        All hooks have then seen what this one has seen.
+        """
+        self.save_requested = True
+
+    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
+        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`request_save`) says so; return ended saves.
+
+        These are saves on the disk, also those of `save`, since the last call. A save that fails is logged as an error
+        by rank 0, and the next one is tried.
+
+        Args:
+            is_last: whether no step follows: the state is saved, if it is not yet, and the save is waited for.
+
+        Raises:
+            CheckpointError: on all ranks, if the save after the last step failed.
+        """
+        is_requested, self.save_requested = self.save_requested, False
+        return self._saver.after_step(is_last=is_last, is_requested=is_requested, is_restart=self.is_restart)
+
+    def finish(self) -> None:
+        """Wait for the end of the save under way. If it failed and nobody has waited for it, rank 0 logs the error."""
+        self._saver.finish()
+
+    def finish_all(self, seconds: float = math.inf) -> None:
+        """Call `finish`, and wait for the end of the save in memory under way, for at most this time."""
+        self._saver.finish_all(seconds)
+
+    def close(self) -> None:
+        """Wait for the saves under way. After it nothing is saved in memory, nor read there by other hosts."""
+        self._saver.close()
+
+    # -- loading ------------------------------------------------------------------------------------------
 
     def take_weights(self) -> None:
         """Load the weights of ``checkpoint.weights`` into a run that begins, once.
@@ -99,112 +168,25 @@ class Checkpoints(Saves):
         Raises:
             CheckpointError: on all ranks, if it is no whole checkpoint of this model.
         """
-        wanted = self.resume_from
         if self._config.every:
             _ = self.root  # raises now, and not at the first save, if there is none
         if self.resumed_from is not None:
             return None
-        restored = self._resume_restarted() if self.is_restart else None
-        if wanted is not None and restored is None:
-            find = folder.find_latest if wanted == "auto" else folder.locate
-            path = self.root if wanted == "auto" else Path(wanted)
-            with under_key(f"checkpoint.resume = {wanted!r}"):
-                restored = self._restore_newest(lambda damaged: find(path, damaged))
-        if restored is None:
+        resumed = self.resumer.resume_restarted(self.resume_until) if self.is_restart else None
+        if resumed is None:
+            resumed = self.resumer.resume(self.resume_from)
+        self._record(resumed)
+        if resumed is None:
             self.take_weights()
-        if self.is_restart and self.resume_until is not None:
-            self._leave_branch(self.resume_until)
-        return restored
+        if self.is_restart:
+            self.resumer.leave_branch(self.resume_until, self.skip_batches, self.rollback_time)
+        return None if resumed is None else resumed.folder
 
-    def _resume_restarted(self) -> Path | None:
-        """Resume from the newest whole save of this run up to `resume_until`; return None if there is none.
-
-        Raises:
-            CheckpointError: on all ranks, if all saves are later, and older ones were removed.
-            RuntimeError: on all ranks, if one in memory cannot be read to its end, and there is none on the disk.
-        """
-        until, is_first = self.resume_until, self._run.context.is_logging_rank
-
-        def latest_on_disk() -> tuple[bool, int]:
-            """Return whether there is a save on the disk, and the step of the newest that is whole."""
-            if not self._config.every or not is_first:
-                return False, -1
-            try:
-                latest = folder.find_latest(self.root, until=until)
-            except DamagedCheckpoint:  # raised below if there is nothing else to resume from
-                return True, -1
-            return latest is not None, -1 if latest is None else read_manifest(latest).step
-
-        mine = on_all_ranks(self._world, latest_on_disk, names_ranks=False)
-        is_on_disk, step = broadcast_object(mine, self._world, 0)
-        restored = self._restore_from_memory(step, until, is_all=not is_on_disk)
-        if restored is None and is_on_disk:
-            restored = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
-        if restored is None and until is not None and self._config.every:
-            on_all_ranks(self._world, lambda: self._require_none_later(until) if is_first else None, names_ranks=False)
-        if self._memory is not None:
-            self._memory.remove_later(self._run.completed_steps if restored is not None else -1)
-        return restored
-
-    def _require_none_later(self, until: int) -> None:
-        """Raise CheckpointError if the run has later saves only: it neither starts anew nor removes them."""
-        later = [path.name for path, step in folder.checkpoint_steps(self.root).items() if step > until]
-        if later and until >= self._config.every:
-            raise CheckpointError(
-                f"{self.root}: the run must go back to step {until} or before, but has only later checkpoints: "
-                f"{', '.join(later)}. None is removed; `--resume` resumes from the newest nevertheless. A larger "
-                f"checkpoint.keep_last (now {self._config.keep_last}) keeps older ones"
-            )
-
-    def _leave_branch(self, until: int) -> None:
-        """Remove later saves and leave batches out; then save the run, so that a later resume skips them, too."""
-        run, step = self._run, self._run.completed_steps
-        if self._config.every and run.context.is_logging_rank:
-            folder.remove_later(self.root, step)
-        skipped = until + 1 - step if self.skip_batches is None else self.skip_batches
-        if not skipped or run.loaders is None or run.rolled_back == self.rollback_time:
-            return
-        loader = run.loaders.train
-        if not isinstance(loader, Loader):
-            raise ConfigError(
-                f"train.on_spike: no batches can be left out of a {type(loader).__name__} that replaces "
-                f"engine.loaders.train: pass the data to colossus.initialize, or set train.on_spike.action=raise"
-            )
-        loader.set_step(loader.step + skipped)
-        run.rolled_back = self.rollback_time
-        if run.context.is_logging_rank:
-            log.warning("%s after step %d left out", counted(skipped, "batch", "es"), step)
-        if self._config.every:
-            self.save(background=False).wait()
-            self.finish()
-
-    def _restore_from_memory(self, later_than: int, until: int | None, *, is_all: bool) -> Path | None:
-        """Restore the newest checkpoint in the hosts' memory that is newer than the disk; return None if there is none.
-
-        Args:
-            later_than: step of the newest on the disk.
-            until: latest step.
-            is_all: whether the disk has no checkpoint that could be loaded if this one fails halfway.
-        """
-        memory = self._host_memory()
-        reader = memory.newest(later_than, until) if memory is not None else None
-        if reader is None:
-            return None
-        try:
-            with torch.inference_mode(False), reader:
-                self._state.restore(reader, self.on_progress)
-        except CheckpointError as error:  # on all ranks, for example if another host cannot be reached any more
-            problem = f"the checkpoint in memory {reader.folder.name} cannot be loaded: {error}"
-            if is_all:  # no CheckpointError, which would end the run: the next attempt may succeed
-                raise RuntimeError(
-                    f"{problem}; there is none on the disk (checkpoint.every) to load instead"
-                ) from error
-            if self._run.context.is_logging_rank:
-                log.warning("%s", problem)
-            return None
-        self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
-        self.resumed_from, self.is_same_run, self._has_begun, self._saved_step = reader.folder, True, True, None
-        return reader.folder
+    def _record(self, resumed: Resumed | None) -> None:
+        if resumed is not None:
+            self._has_begun = True
+            self.resumed_from, self.resumed_plan, self.is_same_run = resumed
+            self.weights_from = self.weights_match = None
 
     def load(self, path: Path | str) -> None:
         """Load the whole state of a checkpoint, under any plan: the run continues after its step.
@@ -221,7 +203,7 @@ class Checkpoints(Saves):
         Raises:
             CheckpointError: on all ranks, before anything is changed, if it is no whole checkpoint of this model.
         """
-        self._restore_newest(lambda damaged: folder.locate(Path(path), damaged))
+        self._record(self.resumer.load(lambda damaged: folder.locate(Path(path), damaged)))
 
     def load_weights(
         self,
@@ -260,59 +242,18 @@ class Checkpoints(Saves):
         if isinstance(only, str) or isinstance(grow, str):
             raise ValueError("load_weights: only and grow take lists of patterns: only=['blocks.*']")
 
+        matches: list[WeightMatch] = []
+
         def take(reader: CheckpointReader) -> None:
-            self.weights_match = self._state.load_weights(
-                reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
+            matches.append(
+                load_weights(
+                    self._run, reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
+                )
             )
 
-        self.weights_from = self.read_newest(lambda damaged: find_weights(path, damaged), take, average)
+        self.weights_from = self.resumer.read(lambda damaged: find_weights(path, damaged), take, average)
         self._has_begun = True
-        assert self.weights_match is not None
-        if not self.weights_match.is_complete and self._run.context.is_logging_rank:
-            log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
-        return self.weights_match
-
-    def _restore_newest(self, find: Find) -> Path | None:
-        def take(reader: CheckpointReader) -> None:
-            self._state.restore(reader, self.on_progress)
-            self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
-
-        restored = self.read_newest(find, take)
-        if restored is not None:
-            self._has_begun = True
-            self.resumed_from = restored
-            self.weights_from = self.weights_match = None
-            has_root = self._dir is not None or self._run.folder is not None
-            self.is_same_run = has_root and restored.parent.resolve() == self.root.resolve()
-            self._saved_step = self._run.completed_steps if self.is_same_run else None
-            if self.is_same_run and self._config.every and self._run.context.is_logging_rank:
-                # perhaps an older one: a run that is killed before its next save resumes in this branch
-                folder.resume_from(restored, self._config.keep_last)
-        return restored
-
-    def read_newest(
-        self, find: Find, take: Callable[[CheckpointReader], object], average: str | None = None
-    ) -> Path | None:
-        """Read the checkpoint that rank 0 finds; if a checksum shows that it is damaged, the next one that it finds."""
-        self._require_own_parameters()
-        self._run.strategy.sync_point()
-        self.finish()
-        self._saved_step = None
-        damaged: dict[Path, CheckpointError] = {}
-        is_first = self._run.context.is_logging_rank
-        while True:
-            mine = on_all_ranks(self._world, lambda: find(damaged) if is_first else None, names_ranks=False)
-            path = broadcast_object(mine, self._world, 0)
-            if path is None:
-                return None
-            try:
-                # tensors that are made in inference mode could not be trained
-                opens = partial(open_weights, path, average)
-                with torch.inference_mode(False), on_all_ranks(self._world, opens) as reader:
-                    take(reader)
-            except DamagedCheckpoint as error:
-                damaged[path] = error
-                if is_first:
-                    log.warning("%s", error)
-            else:
-                return path
+        self.weights_match = match = matches[-1]
+        if not match.is_complete and self._run.context.is_logging_rank:
+            log.warning("not loaded from %s: %s", self.weights_from, match)
+        return match

@@ -30,7 +30,6 @@ from colossus.schedule.actions import Action
 from colossus.schedule.executor import Executor, StepTotals
 from colossus.schedule.pipeline import PipelineRuntime
 from colossus.state.run import Run
-from colossus.state.state import State
 
 
 class Engine:
@@ -80,8 +79,8 @@ class Engine:
         self._num_runs = 0
         self._sizes = run.config.train.batch_sizes
         self._parallel = model_parallel_of(run.context)
-        self._state = State(run, self)
-        self.checkpoints = Checkpoints(self._state)
+        run.engine = self
+        self.checkpoints = Checkpoints(run)
         self._data_check = DataCheck(run)
         self._evaluation = Evaluation(
             run.model, stages.metrics.names, run.context, run.strategy, stages.buffers, self._forward
@@ -207,7 +206,7 @@ class Engine:
         if self._ended is not None:
             raise RuntimeError(self._ended)
         self.checkpoints.take_weights()
-        take_reference(self._state, self.checkpoints)
+        take_reference(self.run, self.checkpoints)
         self._num_runs += 1
 
     @contextmanager

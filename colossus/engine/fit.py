@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.checkpoint.save import SavedCheckpoint
 from colossus.engine.results import EvalResult, StepResult
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from colossus.checkpoint.errors import under_key
 from colossus.checkpoint.weight_sources import find_weights
 from colossus.config import Config, Named
 from colossus.engine.checkpoints import Checkpoints
-from colossus.state.state import State
+from colossus.state.restore import load_weights
+from colossus.state.run import Run
 
 
-def take_reference(state: State, checkpoints: Checkpoints) -> None:
+def take_reference(run: Run, checkpoints: Checkpoints) -> None:
     """Load the weights of a model's reference, if it has one, once; also in a run that resumes. Collective.
 
     They are those of ``model.reference``, or else of ``checkpoint.weights``; with neither it keeps the initial values
@@ -23,11 +24,11 @@ def take_reference(state: State, checkpoints: Checkpoints) -> None:
     Raises:
         CheckpointError: on all ranks, if they are not whole, or not of this model.
     """
-    model: Any = state.run.model
+    model: Any = run.model
     reference: Any = getattr(model, "reference", None)
     if not getattr(reference, "is_reference", False) or reference.has_weights:
         return
-    options, own, average = model.options.reference, state.run.config.checkpoint.weights, None
+    options, own, average = model.options.reference, run.config.checkpoint.weights, None
     path, key = options.weights or options.path, "model.reference"
     more: dict[str, Any] = {}
     if path is None and own is not None and options.model is None:
@@ -35,9 +36,9 @@ def take_reference(state: State, checkpoints: Checkpoints) -> None:
         more = {name: getattr(own, name) for name in ("only", "rename", "strict", "grow")}
     if path is not None:
         with under_key(key):
-            take = partial(state.load_weights, reference=reference, on_progress=checkpoints.on_progress, **more)
-            folder = checkpoints.read_newest(lambda damaged: find_weights(path, damaged), take, average)
-        state.run.config = _with_folder(state.run.config, key, os.path.abspath(folder or path))
+            take = partial(load_weights, run, reference=reference, on_progress=checkpoints.on_progress, **more)
+            folder = checkpoints.resumer.read(lambda damaged: find_weights(path, damaged), take, average)
+        run.config = _with_folder(run.config, key, os.path.abspath(folder or path))
         reference.weights_path = path
     reference.has_weights = True
 

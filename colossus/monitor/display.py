@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from colossus.arithmetic import byte_count, clock, counted, factors
-from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.checkpoint.save import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.plans import describe_zero
 from colossus.engine.engine import Engine

@@ -20,8 +20,7 @@ from colossus.arithmetic import listed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import all_gather_object
-from colossus.config import Config, as_dict
-from colossus.config.learning_rates import LearningRates
+from colossus.config import as_dict
 from colossus.config.printed import by_path
 from colossus.config.user_path import user_path
 from colossus.layout.parameter import logical_parameters
@@ -33,53 +32,41 @@ log = logging.getLogger("colossus.engine")
 _SCHEDULE_KEYS = ("lr_schedule.", "train.schedule_steps")
 
 
-class NextRate:
-    """The learning rate of the next step.
+def next_rate(run: Run) -> dict[str, Any]:
+    """Return the peak and the next learning rate of a run; the next is None where the schedule is over."""
+    try:
+        rate = float(run.rates.at(run.completed_steps))
+    except Exception:  # a scheduler of torch that ends after its number of steps
+        rate = None
+    return {"peak": run.config.optimizer.lr, "next": rate}
+
+
+def _change_of_rate(run: Run, saved: Mapping[str, Any], saved_config: Mapping[str, Any]) -> str:
+    """Return the warning that the next learning rate differs from the saved one.
+
+    It is empty where the rates agree, or differ by the factor between the peaks alone.
 
     Args:
-        config: config of the run; ``optimizer.lr`` is the rate that the schedule starts from.
+        run: the resumed run.
+        saved: result of `next_rate` when the checkpoint was saved.
+        saved_config: config of the saved run, as `as_dict` returns it.
     """
-
-    def __init__(self, config: Config) -> None:
-        self._config, self._rates = config, LearningRates(config)
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the peak and the next learning rate after ``step`` steps.
-
-        The next rate is None where the schedule is over.
-        """
-        try:
-            rate = float(self._rates.at(step))
-        except Exception:  # a scheduler of torch that ends after its number of steps
-            rate = None
-        return {"peak": self._config.optimizer.lr, "next": rate}
-
-    def change(self, step: int, saved: Mapping[str, Any], saved_config: Mapping[str, Any]) -> str:
-        """Return the warning that the next learning rate differs from the saved one.
-
-        It is empty where the rates agree, or differ by the factor between the peaks alone.
-
-        Args:
-            step: completed steps.
-            saved: result of `state` when the checkpoint was saved.
-            saved_config: config of the saved run, as `as_dict` returns it.
-        """
-        own = self.state(step)
-        before, peak, now, own_peak = saved["next"], saved["peak"], own["next"], own["peak"]
-        if now is None or (before is not None and math.isclose(before / peak, now / own_peak, abs_tol=1e-9)):
-            return ""
-        then, keys = dict(by_path(dict(saved_config))), dict(by_path(as_dict(self._config)))
-        changed = {
-            key: f"{key} was {then.get(key)!r} and is {keys.get(key)!r}"
-            for key in (*then, *keys)
-            if key.startswith(_SCHEDULE_KEYS) and then.get(key) != keys.get(key)
-        }
-        why = ", ".join(changed.values()) or "the code of lr_schedule.type is another"
-        would_be = "there would be none" if before is None else f"it would be {before:.6g}"
-        return (
-            f"the learning rate jumps: that of step {step + 1} is {now:.6g}, with the settings of the checkpoint "
-            f"{would_be} ({why}). Undo the change to follow the schedule of the checkpoint"
-        )
+    own = next_rate(run)
+    before, peak, now, own_peak = saved["next"], saved["peak"], own["next"], own["peak"]
+    if now is None or (before is not None and math.isclose(before / peak, now / own_peak, abs_tol=1e-9)):
+        return ""
+    then, keys = dict(by_path(dict(saved_config))), dict(by_path(as_dict(run.config)))
+    changed = {
+        key: f"{key} was {then.get(key)!r} and is {keys.get(key)!r}"
+        for key in (*then, *keys)
+        if key.startswith(_SCHEDULE_KEYS) and then.get(key) != keys.get(key)
+    }
+    why = ", ".join(changed.values()) or "the code of lr_schedule.type is another"
+    would_be = "there would be none" if before is None else f"it would be {before:.6g}"
+    return (
+        f"the learning rate jumps: that of step {run.completed_steps + 1} is {now:.6g}, with the settings of the "
+        f"checkpoint {would_be} ({why}). Undo the change to follow the schedule of the checkpoint"
+    )
 
 
 def frozen_names(model: nn.Module) -> list[str]:
@@ -107,12 +94,11 @@ def _reference_folder(config: Mapping[str, Any]) -> str | None:
     return folder
 
 
-def warn_of_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
+def warn_of_changes(run: Run, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
     """Warn on one rank where the run now trains differently from its checkpoint. Collective.
 
     Args:
         run: the resumed run.
-        next_rate: its learning rate.
         reader: reader of the checkpoint.
         values: decoded values of the checkpoint.
     """
@@ -120,12 +106,12 @@ def warn_of_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, val
     then, now = {name for names in by_stage for name in names}, set(frozen_names(run.model))
     names = [entry.name for entry in logical_parameters(run.model)] if by_stage else []  # else of an older version
     mine = [name for name in names if name in then - now], [name for name in names if name in now - then]
-    by_rank = all_gather_object(mine, run.context.group(run.context.grid.names))
+    by_rank = all_gather_object(mine, run.world)
     if not run.context.is_logging_rank:
         return
     thawed, frozen = ([*dict.fromkeys(chain(*lists))] for lists in zip(*by_rank, strict=True))
     saved_rate = values.get("train", {}).get("learning_rate")
-    if saved_rate and (change := next_rate.change(run.completed_steps, saved_rate, reader.manifest.config)):
+    if saved_rate and (change := _change_of_rate(run, saved_rate, reader.manifest.config)):
         log.warning("%s", change)
     if thawed:
         log.warning(

@@ -12,6 +12,20 @@ from colossus.checkpoint.part import Part, Position, choose_writers
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Box, Layout
 from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters, reference_prefixes
+from colossus.state.run import Run
+
+
+def parts_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: bool = False) -> list[Part]:
+    """Return this rank's parts of the parameters of a run.
+
+    Args:
+        run: a run.
+        reference: the frozen model inside the run's whose parameters they are; None: the run's model.
+        replicas_differ: whether each replica writes every box; else each box is written once.
+    """
+    elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
+    model = run.model if reference is None else reference
+    return parameter_parts(model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
 def parameter_parts(

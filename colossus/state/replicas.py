@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossus.checkpoint.part import Part
 from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.data_parallel.strategy import Strategy
-from colossus.state.model_parts import parameter_parts
+from colossus.state.model_parts import parts_of
 from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
@@ -57,29 +57,13 @@ def replica_record(run: Run) -> dict[str, Any]:
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def parts_of(run: Run, reference: nn.Module | None = None, *, replicas_differ: bool = False) -> list[Part]:
-    """Return this rank's parts of the parameters of a run.
+def averaged_parameters(run: Run, parts: list[Part]) -> Iterator[Part]:
+    """Yield this rank's parts of the parameters where replicas have parameters of their own. Collective over data.
 
-    Args:
-        run: a run.
-        reference: the frozen model inside the run's whose parameters they are; None: the run's model.
-        replicas_differ: whether each replica writes every box; else each box is written once.
-    """
-    elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
-    model = run.model if reference is None else reference
-    return parameter_parts(model, run.context, elsewhere, replicas_differ=replicas_differ)
-
-
-def saved_parameters(run: Run, parts: list[Part]) -> Iterator[Part]:
-    """Yield this rank's parts of the parameters. Collective over data where replicas have parameters of their own.
-
-    There, each rank yields the parts of its replica, and its share of the average, which ranks along data divide.
+    Each rank yields the parts of its replica, and its share of the average, which ranks along data divide.
 
     Memory: of the average, the part that this rank writes.
     """
-    if not has_own_parameters(run):
-        yield from (part.at(f"model/{part.key}") for part in parts)
-        return
     trained, own_prefix = {id(param) for param in run.strategy.trained}, replica_prefix(run.context.index("data"))
     means = _means(run, {id(part.memory) for part in parts if part.writes})
     for part, own in zip(parts, parts_of(run, replicas_differ=True), strict=True):

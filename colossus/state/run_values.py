@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +21,15 @@ from colossus.checkpoint.values import decode
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loader
 from colossus.random import GlobalRng
-from colossus.state.changed_training import NextRate, frozen_names
-from colossus.state.optimizer import ParameterState
+from colossus.state.changed_training import frozen_names, next_rate
 from colossus.state.replicas import ReplicaSource, has_own_parameters, replica_prefix, replica_record
-from colossus.state.run import Run, Stateful
+from colossus.state.run import Run, SavedHook
 from colossus.state.whole_state import SUFFIX
 
 log = logging.getLogger("colossus.engine")
 
 
-def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
+def run_values(run: Run) -> dict[str, Any]:
     """Return the values that this rank adds to a checkpoint, by path. Each path comes from one rank."""
     context, loaders = run.context, run.loaders
     values: dict[str, Any] = {f"ranks/{context.rank}/rng": _rng_state(context)}
@@ -51,7 +50,7 @@ def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
             "completed_steps": run.completed_steps,
             "rolled_back": run.rolled_back,
             "owes_evaluation": run.owes_evaluation,
-            "learning_rate": next_rate.state(run.completed_steps),
+            "learning_rate": next_rate(run),
         }
         values[f"{replica}train"] = progress | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
@@ -95,7 +94,6 @@ def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
 
 def restore_run(
     run: Run,
-    hooks: Sequence[SavedHook],
     step: int,
     values: Mapping[str, Any],
     source: ReplicaSource,
@@ -106,7 +104,6 @@ def restore_run(
 
     Args:
         run: the run to restore.
-        hooks: its hooks.
         step: step of the checkpoint.
         values: decoded values of the checkpoint.
         source: where this rank finds its state.
@@ -130,7 +127,7 @@ def restore_run(
     if run.loaders is not None:
         with _logged_by_one(context):
             _restore_place_in_data(run, values)
-    _restore_hooks(hooks, values, context)
+    _restore_hooks(run.hooks, values, context)
     # last: restoring the parts above may draw random numbers
     if same_plan:
         _set_rng(values[f"ranks/{context.rank}/rng"], context)
@@ -176,21 +173,11 @@ def _logged_by_one(context: ParallelContext) -> Iterator[None]:
 # -- hooks ------------------------------------------------------------------------------------------------
 
 
-class SavedHook(Stateful, Protocol):
-    """The part of a hook that a checkpoint needs."""
-
-    def on_save(self, engine: Any) -> None: ...
-
-    def parameter_state(self) -> ParameterState: ...
-
-    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None: ...
-
-
-def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
+def hook_values(run: Run) -> dict[str, Any]:
     """Return the state of each hook of this rank that has one, by path; that of the first rank is saved."""
-    for hook in hooks:
-        hook.on_save(owner)
-    states = {f"hooks/{name}": hook.state_dict() for name, hook in named_hooks(hooks)}
+    for hook in run.hooks:
+        hook.on_save(run.engine)
+    states = {f"hooks/{name}": hook.state_dict() for name, hook in named_hooks(run.hooks)}
     return {path: state for path, state in states.items() if state}
 
 

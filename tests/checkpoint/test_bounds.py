@@ -86,7 +86,7 @@ def saves(rank: int, parallel: dict[str, Any], folder: Path) -> dict[str, int]:
     told = dict(held=state_bytes(engine), synchronous=peak_over(lambda: checkpoints.save(background=False).wait()))
     engine.run.completed_steps += 1
     told["background"] = peak_over(lambda: checkpoints.save(background=True).wait())
-    told["copy"] = checkpoints._writer._staging.num_bytes
+    told["copy"] = checkpoints._saver._disk._staging.num_bytes
     engine.close()
     return told
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossus.checkpoint import tensor_file
-from colossus.checkpoint.manifest import MANIFEST
-from colossus.checkpoint.part import Part, choose_writers, written
+from colossus.checkpoint.manifest import MANIFEST, About, merge
+from colossus.checkpoint.part import Part, choose_writers, write_parts, written
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import About, merge, write_parts
 from colossus.context.grid import RankGrid
 from colossus.layout.layout import Layout
 
@@ -92,7 +91,7 @@ def states(grid: RankGrid, drawn: list[Any], which: int) -> list[list[Part]]:
 
 
 def write(folder: Path, of_ranks: list[list[Part]]) -> None:
-    """As the ranks of `CheckpointWriter` would."""
+    """As the ranks of `DiskStore` would."""
     folder.mkdir()
     parts = []
     for rank, state in enumerate(of_ranks):

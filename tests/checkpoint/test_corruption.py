@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossus.checkpoint import folder
+from colossus.checkpoint.checkpoint_store import DiskStore
 from colossus.checkpoint.errors import DamagedCheckpoint
-from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 
 
 def _save(context: ParallelContext, root: Path) -> None:
-    writer = CheckpointWriter(root, context)
+    writer = DiskStore(root, context)
     for step in (1, 2):
         save(writer, step, rank=context.rank, world=2)
     writer.finish()
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "step-00000002.replaced")
     os.truncate(root / "step-00000002" / MANIFEST, 100)
     assert latest_step(root, 2) == 1
-    save(CheckpointWriter(root, one_process()), 2)
+    save(DiskStore(root, one_process()), 2)
     assert latest_step(root) == 2
     assert not (root / "step-00000002.replaced").exists()
 

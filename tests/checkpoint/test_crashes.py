@@ -13,7 +13,7 @@ from helpers.checkpointing import latest_step, one_process, save, step_in
 from helpers.disk import DIED, DIED_WRITING, RecordedDisk, dying_before
 from helpers.long import long
 
-from colossus.checkpoint.writer import CheckpointWriter
+from colossus.checkpoint.checkpoint_store import DiskStore
 
 #: steps of the saves of a run: one is saved twice, and the third checkpoint makes the first one go
 STEPS = (1, 2, 2, 3)
@@ -21,7 +21,7 @@ KEEP_LAST = 2
 
 
 def run(root: Path, steps: tuple[int, ...], done: Callable[[int], None], *, background: bool = False) -> None:
-    saves = CheckpointWriter(root, one_process(), keep_last=KEEP_LAST)
+    saves = DiskStore(root, one_process(), keep_last=KEEP_LAST)
     for step in steps:
         save(saves, step, background=background)
         done(step)

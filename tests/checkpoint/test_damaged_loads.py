@@ -20,10 +20,10 @@ from helpers.ranks import run_ranks
 from helpers.small_run import Counter, Lines, Net, everything, make_engine
 from torch import distributed as dist
 
+from colossus.checkpoint import checkpoint_store
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.weight_sources import open_weights
-from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 
 #: of the matrix that `test_corruption` has, and of a file for all to see
@@ -87,9 +87,9 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
     with watched(unreadable, ("open",)):
         attempt("unreadable", root / "step-00000002")
     if rank == 1:  # a node that does not have the folder
-        checkpoints.open_weights = lambda found, *_: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
+        checkpoint_store.open_weights = lambda found, *_: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
     attempt("not seen", root / "step-00000002")
-    checkpoints.open_weights = open_weights  # type: ignore[attr-defined]
+    checkpoint_store.open_weights = open_weights  # type: ignore[attr-defined]
     engine.checkpoints.finish()
     attempt("another model", root / "step-00000002", make_engine(None, model=dict(type=Net, width=4, name="third")))
     return told

@@ -13,7 +13,7 @@ from helpers.disk import watched
 from helpers.ranks import run_ranks
 from helpers.small_run import Counter, Lines, make_engine
 
-from colossus.checkpoint import folder, writer
+from colossus.checkpoint import folder, part
 from colossus.checkpoint.errors import CheckpointError
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, fit
@@ -76,13 +76,13 @@ def test_a_run_goes_on_when_a_save_fails(in_memory: Path, background: bool) -> N
 
 
 def _slow(seconds: float) -> None:
-    write_file = writer.write_file
+    write_file = part.write_file
 
     def write(*args: Any) -> int:
         time.sleep(seconds)
         return write_file(*args)
 
-    writer.write_file = write
+    part.write_file = write
 
 
 class _Fails(Hook):

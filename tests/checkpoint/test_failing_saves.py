@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ from helpers.checkpointing import latest_step, one_process, save, state_of, step
 from helpers.disk import CALLS, watched
 from helpers.ranks import run_ranks
 
-from colossus.checkpoint import writer
+from colossus.checkpoint import checkpoint_store as store
+from colossus.checkpoint import part
+from colossus.checkpoint import save as save_module
+from colossus.checkpoint.checkpoint_store import Collect, DiskStore
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.part import Part
-from colossus.checkpoint.writer import CheckpointWriter, RankState
 from colossus.context.parallel_context import ParallelContext
 
 
@@ -47,7 +48,7 @@ def test_any_call_may_fail(in_memory: Path, code: int) -> None:
     num_failed = 0
     for number in itertools.count(1):
         root = in_memory / str(number)
-        saves = CheckpointWriter(root, one_process(), keep_last=2)
+        saves = DiskStore(root, one_process(), keep_last=2)
         for step in (1, 2, 3):
             save(saves, step)
         has_failed, problem = False, ""
@@ -77,25 +78,25 @@ def test_any_call_may_fail(in_memory: Path, code: int) -> None:
 
 
 def _trouble(context: ParallelContext, root: Path) -> list[str]:
-    saves, told = CheckpointWriter(root, context), []
+    saves, told = DiskStore(root, context), []
     rank, world = context.rank, context.world_size
 
-    def attempt(step: int, collect: Callable[[], RankState], background: bool) -> None:
+    def attempt(step: int, collect: Collect, background: bool) -> None:
         try:
-            saves.save(collect, About(step), background=background).wait()
+            saves.put(collect, About(step), background=background).wait()
         except CheckpointError as error:
             told.append(str(error).partition(": rank ")[2])
 
-    def raise_error() -> RankState:
+    def raise_error() -> Any:
         raise KeyError("no state today")
 
     for troubled, background in ((0, True), (1, False)):
         attempt(1, raise_error if rank == troubled else lambda: state_of(1, rank, world), background)
-    copy = writer.Staging.copy
+    copy = store.Staging.copy
     if rank == 1:
-        writer.Staging.copy = _no_memory  # type: ignore[method-assign]
+        store.Staging.copy = _no_memory  # type: ignore[method-assign]
     attempt(2, lambda: state_of(2, rank, world), True)
-    writer.Staging.copy = copy  # type: ignore[method-assign]
+    store.Staging.copy = copy  # type: ignore[method-assign]
 
     # parts that do not fit together
     attempt(3, lambda: state_of(3, 0, world), True)
@@ -133,17 +134,17 @@ def test_what_fails_on_one_rank_fails_on_all(in_memory: Path) -> None:
 
 def _left_alone(context: ParallelContext, root: Path) -> None:
     """What was told goes to a file: one of two ranks is not there to give an answer."""
-    saves = CheckpointWriter(root, context)
+    saves = DiskStore(root, context)
     save(saves, 1, rank=context.rank, world=2)
     began = time.monotonic()
     if context.rank == 1:
 
-        def leave() -> RankState:
+        def leave() -> Any:
             os._exit(0)
 
-        saves.save(leave, About(2))
+        saves.put(leave, About(2))
     with pytest.raises(CheckpointError) as failed:
-        saves.save(lambda: state_of(2, 0, 2), About(2)).wait()
+        saves.put(lambda: state_of(2, 0, 2), About(2)).wait()
     assert time.monotonic() - began < 10.0
     (root.parent / "told").write_text(str(failed.value).partition("was not saved: ")[2])
 
@@ -160,8 +161,8 @@ def test_a_rank_that_has_died_is_not_waited_for(in_memory: Path) -> None:
 
 def _waits_for_the_other(context: ParallelContext, root: Path) -> int:
     signs: list[int] = []
-    saves = CheckpointWriter(root, context, on_block=lambda: signs.append(1))
-    under_way = saves.save(lambda: state_of(1, context.rank, 2), About(1))
+    saves = DiskStore(root, context, on_block=lambda: signs.append(1))
+    under_way = saves.put(lambda: state_of(1, context.rank, 2), About(1))
     while not under_way._has_written:
         time.sleep(0.01)
     before = len(signs)
@@ -171,13 +172,13 @@ def _waits_for_the_other(context: ParallelContext, root: Path) -> int:
 
 def test_a_rank_that_waits_for_another_is_not_stuck(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so as long as it waits: a run that was told to stop is ended when it is silent for too long."""
-    write_file = writer.write_file
+    write_file = part.write_file
 
     def slow(path: Path, *args: Any) -> int:
         time.sleep(1.0 if "rank-00001" in path.name else 0.0)
         return write_file(path, *args)
 
-    monkeypatch.setattr(writer, "write_file", slow)
-    monkeypatch.setattr(writer, "_SIGN_EVERY", 0.1)
+    monkeypatch.setattr(part, "write_file", slow)
+    monkeypatch.setattr(save_module, "_SIGN_EVERY", 0.1)
     waited, _ = run_ranks(2, _waits_for_the_other, in_memory / "checkpoints")
     assert waited >= 5

@@ -15,14 +15,12 @@ import torch.distributed as dist
 from helpers.damage import flip, truncate
 from helpers.ranks import grid, run_ranks
 
-from colossus.checkpoint import memory_writer
+from colossus.checkpoint import memory_store
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import file_of, name_of
-from colossus.checkpoint.host_memory import HostMemory
 from colossus.checkpoint.manifest import About
-from colossus.checkpoint.memory_writer import MemoryWriter
+from colossus.checkpoint.memory_store import MemoryStore
 from colossus.checkpoint.part import Part
-from colossus.checkpoint.writer import RankState
 from colossus.config import ConfigError
 from colossus.context.parallel_context import ParallelContext
 
@@ -39,7 +37,7 @@ def values(step: int) -> torch.Tensor:
     return torch.arange(4 * ROWS * WIDTH, dtype=torch.float64).view(4 * ROWS, WIDTH) + 1000 * step
 
 
-def state_of(rank: int, step: int) -> RankState:
+def state_of(rank: int, step: int) -> Any:
     """Each rank holds some rows of one tensor; the first one a value, too."""
     start = rank * ROWS
     local = values(step)[start : start + ROWS].clone()
@@ -48,17 +46,16 @@ def state_of(rank: int, step: int) -> RankState:
 
 
 def save_steps(context: ParallelContext, tmp_path: Path, steps: tuple[int, ...], copies: int, hosts: int = 2) -> None:
-    memory = HostMemory(root_of(tmp_path, context.rank, hosts), context.group(context.grid.names))
-    writer = MemoryWriter(memory, context, copies)
+    memory = MemoryStore(root_of(tmp_path, context.rank, hosts), context, copies)
     for step in steps:
-        writer.save(lambda step=step: state_of(context.rank, step), About(step)).wait()
+        memory.put(lambda step=step: state_of(context.rank, step), About(step)).wait()
     memory.close()
 
 
 def read(context: ParallelContext, tmp_path: Path, later_than: int = -1, until: int | None = None) -> Any:
     """The step that is found and the whole tensor that the rank reads of it, or None."""
-    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
-    reader = memory.newest(later_than, until)
+    memory = MemoryStore(root_of(tmp_path, context.rank), context)
+    reader = memory.get(later_than, until)
     found = None if reader is None else (reader.manifest.step, reader.tensor("model/w").tolist())
     dist.barrier()
     memory.close()
@@ -130,10 +127,10 @@ def test_a_damaged_copy_is_not_the_only_one(tmp_path: Path) -> None:
 
 
 def lose_the_connection(context: ParallelContext, tmp_path: Path) -> str:
-    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
+    memory = MemoryStore(root_of(tmp_path, context.rank), context, 2)
     with pytest.raises(CheckpointError, match="no-such-file in the memory of host") as caught:
         memory.remote(1 - memory.host).read("no-such-file", 0, memoryview(bytearray(1)))
-    MemoryWriter(memory, context, 2).save(lambda: state_of(context.rank, 1), About(1)).wait()
+    memory.put(lambda: state_of(context.rank, 1), About(1)).wait()
     memory.close()
     return str(caught.value)
 
@@ -147,11 +144,11 @@ def test_a_host_that_could_not_answer_once_is_asked_again(tmp_path: Path) -> Non
 
 
 def save_too_much(context: ParallelContext, tmp_path: Path) -> str:
-    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
+    memory = MemoryStore(root_of(tmp_path, context.rank), context, 2)
     generations, copy = 4 * 2 * ROWS * WIDTH * 8, 2 * ROWS * WIDTH * 8
-    memory_writer.machine.memory_bytes = lambda: (1000, generations + copy - 1)
+    memory_store.machine.memory_bytes = lambda: (1000, generations + copy - 1)
     with pytest.raises(ConfigError) as caught:
-        MemoryWriter(memory, context, 2).save(lambda: state_of(context.rank, 1), About(1))
+        memory.put(lambda: state_of(context.rank, 1), About(1))
     memory.close()
     return str(caught.value)
 
@@ -166,17 +163,16 @@ def test_what_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None
 
 def fail_on_one(context: ParallelContext, tmp_path: Path) -> str:
     """The second save fails where a rank's state cannot be collected; the first stays."""
-    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
-    writer = MemoryWriter(memory, context, 1)
-    writer.save(lambda: state_of(context.rank, 1), About(1)).wait()
+    memory = MemoryStore(root_of(tmp_path, context.rank), context)
+    memory.put(lambda: state_of(context.rank, 1), About(1)).wait()
 
-    def collect() -> RankState:
+    def collect() -> Any:
         if context.rank == 3:
             raise RuntimeError("no state")
         return state_of(context.rank, 2)
 
     with pytest.raises(CheckpointError) as caught:
-        writer.save(collect, About(2)).wait()
+        memory.put(collect, About(2)).wait()
     memory.close()
     return str(caught.value)
 
@@ -189,10 +185,9 @@ def test_a_rank_makes_room_for_what_it_writes_and_waits_for_no_other(tmp_path: P
             (tmp_path / name_of(step) / file_of(rank)).touch()
 
     def prepare(context: ParallelContext) -> None:
-        memory = HostMemory(tmp_path, context.group(context.grid.names))
-        writer = MemoryWriter(memory, context, 1)
+        memory = MemoryStore(tmp_path, context)
         if not memory.is_first:
-            writer._prepare(tmp_path / "step-3.tmp")
+            memory._prepare(tmp_path / "step-3.tmp")
 
     run_ranks(2, prepare, plan=grid(data=2))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
@@ -206,7 +201,7 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_and_the_one_before(tmp_pat
 
 
 def forget(context: ParallelContext, tmp_path: Path) -> None:
-    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
+    memory = MemoryStore(root_of(tmp_path, context.rank), context)
     memory.remove_later(3)
     dist.barrier()
     memory.close()

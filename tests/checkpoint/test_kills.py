@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.checkpoint.save import SavedCheckpoint
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, fit

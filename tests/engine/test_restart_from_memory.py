@@ -13,7 +13,7 @@ from helpers.small_run import Lines, everything, make_engine
 from colossus import machine
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import MEMORY, checkpoint_steps, name_of
-from colossus.checkpoint.host_memory import MemoryReader
+from colossus.checkpoint.memory_store import MemoryReader
 from colossus.config import ConfigError
 from colossus.engine.engine import Engine
 

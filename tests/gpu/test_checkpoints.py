@@ -70,8 +70,8 @@ def save_and_resume(rank: int, device: torch.device, config: dict[str, Any]) -> 
     save.wait()
     end = weights_of(engine)
     if device.type == "cuda":
-        writer: Any = engine.checkpoints._writer
-        assert writer._staging._memory.is_pinned(), "the copy that is written is not in page-locked memory"
+        store: Any = engine.checkpoints._saver._disk
+        assert store._staging._memory.is_pinned(), "the copy that is written is not in page-locked memory"
     engine.close()
 
     again = colossus.initialize(config)

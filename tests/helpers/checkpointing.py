@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from helpers.ranks import grid
 
 from colossus.checkpoint import folder
+from colossus.checkpoint.checkpoint_store import DiskStore
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.part import Part
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import CheckpointWriter, RankState
 from colossus.context.parallel_context import ParallelContext
 
 #: rows of the tensor that ranks share out, and its columns
 ROWS, COLUMNS = 4, 3
 
 
-def state_of(step: int, rank: int = 0, world: int = 1) -> RankState:
+def state_of(step: int, rank: int = 0, world: int = 1) -> tuple[list[Part], dict[str, Any]]:
     """A rank's rows of a matrix, and a vector that the last rank writes; all elements are the step."""
     rows = ROWS // world
     box = ((rank * rows, (rank + 1) * rows), (0, COLUMNS))
@@ -31,8 +32,8 @@ def state_of(step: int, rank: int = 0, world: int = 1) -> RankState:
     )
 
 
-def save(writer: CheckpointWriter, step: int, *, rank: int = 0, world: int = 1, background: bool = False) -> None:
-    writer.save(lambda: state_of(step, rank, world), About(step), background=background).wait()
+def save(store: DiskStore, step: int, *, rank: int = 0, world: int = 1, background: bool = False) -> None:
+    store.put(lambda: state_of(step, rank, world), About(step), background=background).wait()
 
 
 def one_process() -> ParallelContext:

@@ -8,7 +8,7 @@ from typing import Any
 
 from colossus.checkpoint.durable import remove
 from colossus.checkpoint.folder import name_best, name_of
-from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.checkpoint.save import SavedCheckpoint
 from colossus.engine.engine import Engine
 from colossus.engine.results import EvalResult
 from colossus.monitor.hooks.metric_hook import MetricHook

@@ -20,8 +20,8 @@ from colossus.monitor.hooks.options import HistogramsOptions
 from colossus.monitor.hooks.tracker import Histogram, Tracker
 from colossus.monitor.row_file import RowFile
 from colossus.schedule.executor import StepObserver
+from colossus.state.model_parts import parts_of
 from colossus.state.model_state_dict import whole_tensors
-from colossus.state.replicas import parts_of
 
 #: elements at a time: torch counts in float32
 _MOST = 1 << 24

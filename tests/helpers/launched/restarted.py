@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus import layers
-from colossus.checkpoint import writer
+from colossus.checkpoint import part
 from colossus.engine import Hook
 
 _RANK = os.environ.get("RANK")
@@ -122,7 +122,7 @@ def _damage(how: str) -> None:
 
 
 if _RANK is not None:
-    _write, writer.write_file = writer.write_file, _write_file
+    _write, part.write_file = part.write_file, _write_file
     if "DAMAGE" in os.environ and _RANK == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
         _damage(os.environ["DAMAGE"])
 

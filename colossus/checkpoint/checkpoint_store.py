@@ -1,22 +1,21 @@
-"""The writer of checkpoints: every rank writes its part, in parallel; the manifest and the name come last.
+"""Stores of checkpoints: every rank puts its part, in parallel; the manifest and the name come last.
 
-Layouts decide which rank writes what. A thread writes while training continues. Ranks report what they have written to
-rank 0 in a gloo group of its own, in which the death of a rank is known at once.
+A thread writes while training continues. Ranks report what they have written to rank 0 in a gloo group of its own, in
+which the death of a rank is known at once.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import shutil
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,109 +23,44 @@ from torch import Tensor
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.durable import make_folder, write_flushed
-from colossus.checkpoint.errors import CheckpointError, in_words
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
-from colossus.checkpoint.part import Part, written
+from colossus.checkpoint.part import Part, aliases_in, write_parts, written
+from colossus.checkpoint.rank_errors import on_all_ranks
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.save import Save
 from colossus.checkpoint.staging import Staging
-from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
+from colossus.checkpoint.weight_sources import open_weights
 from colossus.comm.objects import broadcast_object, gather_object
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 
-__all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
-
 T = TypeVar("T")
-#: parts of tensors, of which the rank writes some, and encoded values by path, each of one rank only
-RankState = tuple[Sequence[Part], dict[str, Any]]
+#: returns this rank's state: parts of tensors, of which it writes some, and encoded values by path, each of one rank
+Collect = Callable[[], tuple[Sequence[Part], dict[str, Any]]]
 #: this rank's values and aliases, the parts that it writes, and copies of their tensors
 _Snapshot = tuple[dict[str, Any], Sequence[Part], Sequence[Tensor]]
+#: returns a checkpoint that is not among the damaged ones
+Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 log = logging.getLogger("colossus.checkpoint")
 
 #: longest time from the end of one rank's writing to that of the last, after which the save fails
 _TIMEOUT = timedelta(minutes=30)
-#: seconds between two signs of life of a rank that waits for others
-_SIGN_EVERY = 1.0
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """The result of a save.
-
-    Attributes:
-        path: folder of the checkpoint.
-        step: optimizer steps done.
-        num_bytes: bytes of all ranks' files.
-        stall_seconds: time that this rank's training waited.
-        seconds: time from the call to the complete checkpoint.
-    """
-
-    path: Path
-    step: int
-    num_bytes: int
-    stall_seconds: float
-    seconds: float
-
-
-class Save:
-    """A save under way."""
-
-    def __init__(self, path: Path, step: int, on_progress: Callable[[], None]) -> None:
-        self._path, self._step, self._on_progress = path, step, on_progress
-        self._began = time.perf_counter()
-        self._stall_seconds, self._seconds, self._num_bytes = 0.0, 0.0, 0
-        self._error: Exception | None = None
-        self._done = threading.Event()
-        #: whether the rank's part is written, so that it waits for others and is not stuck
-        self._has_written = False
-        self._is_reported = False
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> SavedCheckpoint:
-        """Wait for the end of the save, and return its result.
-
-        Raises:
-            CheckpointError: on all ranks, if it failed on any: which one, and why.
-        """
-        self.wait_until_done()
-        self._is_reported = True
-        if self._error is not None:
-            raise self._error
-        return SavedCheckpoint(self._path, self._step, self._num_bytes, self._stall_seconds, self._seconds)
-
-    def wait_until_done(self, seconds: float = math.inf) -> None:
-        """Wait for the end of the save, whether it fails or not, for at most this time."""
-        deadline = time.monotonic() + seconds
-        while not self._done.wait(min(_SIGN_EVERY, seconds)) and time.monotonic() < deadline:
-            if self._has_written:
-                self._on_progress()
-
-
-class CheckpointWriter:
-    """A writer of a run's checkpoints into one folder, in which no other run saves. Collective: every rank makes one.
+class Store(ABC):
+    """A place of a run's checkpoints, in which no other run saves. Collective: every rank makes one.
 
     Args:
-        root: the folder of checkpoints, which all ranks see.
+        root: folder of the checkpoints.
         context: this rank's context.
-        keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
         on_block: called from any thread after each block, and while the rank waits for others: a sign of life.
         label: name of the group in which ranks report how their writing ended.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        context: ParallelContext,
-        *,
-        keep_last: int = 0,
-        keep_every: int = 0,
-        on_block: Callable[[], None] = lambda: None,
-        label: str = "checkpoint",
-    ) -> None:
+    def __init__(self, root: Path, context: ParallelContext, on_block: Callable[[], None], label: str) -> None:
         self.root, self._context, self._on_block = folder.absolute(root), context, on_block
-        self._keep = keep_last, keep_every
         self._group = context.background_group(label, _TIMEOUT)
         #: part of the names of folders that this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], self._group, 0)
@@ -134,7 +68,7 @@ class CheckpointWriter:
         self._staging = Staging()
         self._last: Save | None = None
 
-    def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
+    def put(self, collect: Collect, about: About, *, background: bool = True) -> Save:
         """Start to save the state of all ranks; waits for the end of the save before. Collective.
 
         Args:
@@ -156,8 +90,12 @@ class CheckpointWriter:
             snapshot = rest, mine, self._staging.copy(tensors) if background else tensors
         except Exception as error:
             snapshot = error
-        save._stall_seconds = time.perf_counter() - save._began
-        threading.Thread(target=self._run, args=(save, target, about, snapshot), name="colossus-checkpoint").start()
+        thread = threading.Thread(target=self._run, args=(save, target, about, snapshot), name="colossus-checkpoint")
+        try:
+            thread.start()
+            save._stall_seconds = time.perf_counter() - save._began
+        finally:
+            save._may_write.set()
         if not background:
             save.wait_until_done()
             save._stall_seconds = time.perf_counter() - save._began
@@ -175,6 +113,7 @@ class CheckpointWriter:
             log.error("%s", save._error)
 
     def _run(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> None:
+        save._may_write.wait()
         try:
             save._num_bytes = self._write(save, target, about, snapshot)
         except Exception as error:
@@ -199,14 +138,6 @@ class CheckpointWriter:
             raise CheckpointError(ended)
         return ended
 
-    def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
-        """Complete the checkpoint, or remove its files. Return its bytes, or what went wrong, on all ranks."""
-        parts = gather_object(mine, self._group)
-        ended = None if parts is None else self._complete(target, about, parts)
-        ended = broadcast_object(ended, self._group, 0)
-        assert ended is not None
-        return ended
-
     def _outcome(self, work: Callable[[], T]) -> T | str:
         """Return the result of some work, or what went wrong on which rank."""
         try:
@@ -224,8 +155,75 @@ class CheckpointWriter:
         in_file = write_parts(path, parts, tensors, self._on_block) if parts else {"file": None, "tensors": []}
         return rest | in_file
 
+    @abstractmethod
     def _prepare(self, target: Path) -> None:
-        """Make the folder to write into."""
+        """Make the folder to write into, and room for it."""
+
+    @abstractmethod
+    def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
+        """Complete the checkpoint, or remove its files. Return its bytes, or what went wrong, on all ranks."""
+
+
+def problem_among(outcomes: Sequence[Any]) -> str | None:
+    """Return what went wrong on the first rank that failed, and how many others failed; None if none did."""
+    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if not problems:
+        return None
+    return problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
+
+
+class DiskStore(Store):
+    """Checkpoints in a folder that all ranks see.
+
+    Args:
+        root, context, on_block: see `Store`.
+        keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        context: ParallelContext,
+        *,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        on_block: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(root, context, on_block, "checkpoint")
+        self._keep = keep_last, keep_every
+
+    @staticmethod
+    def get(
+        world: AxisGroup, find: Find, take: Callable[[CheckpointReader], object], average: str | None = None
+    ) -> Path | None:
+        """Read the checkpoint that rank 0 finds; if it is damaged, the next that it finds. Collective.
+
+        Args:
+            world: the ranks that read.
+            find: returns the folder of a checkpoint, or of weights in another format.
+            take: reads it. A `DamagedCheckpoint` must be raised on all ranks, before anything is changed.
+            average: name of an average to read in place of the parameters.
+
+        Returns:
+            The folder that was read; None if none was found.
+        """
+        damaged: dict[Path, CheckpointError] = {}
+        while True:
+            mine = on_all_ranks(world, lambda: find(damaged) if world.index == 0 else None, names_ranks=False)
+            path = broadcast_object(mine, world, 0)
+            if path is None:
+                return None
+            try:
+                with on_all_ranks(world, partial(open_weights, path, average)) as reader:
+                    take(reader)
+            except DamagedCheckpoint as error:
+                damaged[path] = error
+                if world.index == 0:
+                    log.warning("%s", error)
+            else:
+                return path
+
+    def _prepare(self, target: Path) -> None:
         make_folder(self.root)
         target.mkdir(exist_ok=True)
         if self._context.rank == 0:
@@ -261,35 +259,9 @@ class CheckpointWriter:
             log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))
         return manifest.num_bytes
 
-
-def problem_among(outcomes: Sequence[Any]) -> str | None:
-    """Return what went wrong on the first rank that failed, and how many others failed; None if none did."""
-    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    if not problems:
-        return None
-    return problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
-
-
-def aliases_in(parts: Iterable[Part]) -> dict[str, str]:
-    """Return the other names of a model's tied parameters and buffers -> the first name of each."""
-    named = ((next(iter(part.names)), part.names) for part in parts if len(part.names) > 1)
-    return {alias: first for first, names in named for alias in names if alias != first}
-
-
-def write_parts(
-    path: Path, parts: Sequence[Part], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Write and flush a file of these parts; ``tensors`` yields their values one after the other.
-
-    Returns:
-        The file's part of the manifest.
-    """
-    times = Counter(part.key for part in parts)
-    names = [part.key if times[part.key] == 1 else f"{part.key}[{part.box[0][0]}:{part.box[0][1]}]" for part in parts]
-    header = make_header([(name, part.dtype, part.size) for name, part in zip(names, parts, strict=True)])
-    crc = write_file(path, header, tensors, on_block)
-    rows = [
-        [part.key, dtype_name(part.dtype), part.shape, header.offsets[name], [low for low, _ in part.box], part.size]
-        for name, part in zip(names, parts, strict=True)
-    ]
-    return {"file": [path.name, header.num_bytes, crc], "tensors": rows}
+    def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
+        parts = gather_object(mine, self._group)
+        ended = None if parts is None else self._complete(target, about, parts)
+        ended = broadcast_object(ended, self._group, 0)
+        assert ended is not None
+        return ended
