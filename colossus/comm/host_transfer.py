@@ -20,12 +20,17 @@ class HostRead:
 
     def __init__(self, values: Tensor) -> None:
         self._host, self._arrived = values.detach(), None
-        if values.device.type != "cpu":
+        self._is_late = values.device.type != "cpu"
+        if self._is_late:
             module: Any = torch.get_device_module(values.device)
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._arrived = module.Event()
             self._arrived.record(module.current_stream(values.device))  # the copy's stream, whatever device is current
+
+    def send_to_host(self) -> bool:
+        """Return whether the copy comes from an accelerator, and is best waited for a step later (`Late`)."""
+        return self._is_late
 
     @property
     def has_arrived(self) -> bool:
@@ -40,28 +45,6 @@ class HostRead:
             arrived.synchronize()
             self._arrived = None
         return self._host
-
-
-class LateValue:
-    """A reader of one scalar in each step: at once on the CPU, one step late on an accelerator.
-
-    All ranks see the same value after the same step.
-    """
-
-    def __init__(self) -> None:
-        #: the copy of the last step's scalar from an accelerator
-        self._last: HostRead | None = None
-
-    def push(self, value: Tensor) -> float | None:
-        """Take a step's scalar, and return one that is there.
-
-        Returns:
-            The value; on an accelerator, that of the step before, or None in the first step.
-        """
-        if value.device.type == "cpu":
-            return value.item()
-        before, self._last = self._last, HostRead(value)
-        return None if before is None else before.wait().item()
 
 
 def send_to(device: torch.device, x: Tensor) -> Tensor:

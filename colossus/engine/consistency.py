@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.arithmetic import named_ranks
-from colossus.comm.host_transfer import LateValue
+from colossus.comm.host_transfer import HostRead
+from colossus.comm.late import Late
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
 from colossus.config.printed import as_dict, by_path
@@ -121,7 +122,7 @@ class ProgramCheck:
     def __init__(self, context: ParallelContext, axes: Sequence[str]) -> None:
         self._context, self._axes = context, axes
         self._mask = (1 << min(36, 48 - context.world_size.bit_length())) - 1
-        self._late_total = LateValue()
+        self._totals: Late[HostRead, None] = Late()
 
     def mark(self) -> float:
         """Return this rank's addend to the total."""
@@ -137,7 +138,7 @@ class ProgramCheck:
         Raises:
             RuntimeError: on all ranks, if the ranks of a group have run different programs.
         """
-        if self._late_total.push(total):
+        if any(read.wait().item() for read, _ in self._totals.push(HostRead(total), None)):
             raise RuntimeError(f"{self._first_difference()}: {WHY}")
 
     def _first_difference(self) -> str:
@@ -181,7 +182,7 @@ class BatchCheck:
         self.num_sharing = context.size(self._shared)
         self._factor = self.num_sharing - 1 if context.index(self._shared) == 0 else -1
         self._mask = (1 << min(40, 52 - context.world_size.bit_length())) - 1
-        self._late_total = LateValue()
+        self._totals: Late[HostRead, None] = Late()
 
     def mark(self, batch: Any, of_cpu: int) -> Tensor:
         """Return this rank's addend to the total, a float64 scalar. Never waits for an accelerator.
@@ -205,7 +206,7 @@ class BatchCheck:
         Raises:
             ValueError: on all ranks, if ranks of one model have different batches.
         """
-        if self._late_total.push(total):
+        if any(read.wait().item() for read, _ in self._totals.push(HostRead(total), None)):
             sizes = self._context.grid.sizes
             axes = " x ".join(f"{axis} {sizes[axis]}" for axis in self._shared if sizes[axis] > 1)
             raise ValueError(

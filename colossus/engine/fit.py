@@ -36,7 +36,7 @@ class Hook:
         """Run after each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
 
         On an accelerator, reading them here waits for the step. `StepResult.send_to_host` starts their copy, and
-        reading them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
+        reading them in the next ``on_step_end`` waits for nothing (see `colossus.comm.late.Late`).
         """
 
     def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:

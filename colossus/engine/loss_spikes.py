@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
+from colossus.comm.late import Late
 from colossus.config.watches import LossSpikes
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.results import StepResult
@@ -67,16 +68,12 @@ class SpikeWatch:
         require_one_loss(strategy)
         self._section = section
         self._losses: deque[float] = deque(maxlen=section.window)
-        self._pending: StepResult | None = None
+        self._results: Late[StepResult, None] = Late()
 
     def after_step(self, result: StepResult) -> None:
         """Raise `LossSpike` on all ranks if a loss is one."""
-        pending, self._pending = self._pending, result
-        if pending is not None:
-            self._judge(pending)
-        if not result.send_to_host():
-            self._pending = None
-            self._judge(result)
+        for due, _ in self._results.push(result, None):
+            self._judge(due)
 
     def _judge(self, result: StepResult) -> None:
         section, loss = self._section, result.loss

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colossus.arithmetic import listed
 from colossus.comm.host_transfer import HostRead
+from colossus.comm.late import Late
 from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
@@ -87,8 +88,8 @@ class GradientWatch:
         self._train, self._group, self._norm = train, context.group(axes), norm
         self._order, self._scaler = order, scaler
         self._is_late = context.device.type != "cpu"
-        #: numbers of the last step, and whether its gradients were finite, on its way to the host
-        self._unread: tuple[_Numbers, HostRead] | None = None
+        #: whether a step was skipped, and why, with its numbers
+        self._flags: Late[HostRead, _Numbers] = Late()
         #: error to raise once the running step is complete
         self._failure: NonFiniteGradients | None = None
         self._num_in_row = 0
@@ -111,15 +112,12 @@ class GradientWatch:
         numbers = _Numbers(step, loss_sum, self._norm.norms, scale)
         is_empty = count == 0
         skipped = norm.isfinite().logical_not() | is_empty
-        read = HostRead(torch.stack((skipped, is_empty)))
-        self._read_last()
-        self._unread = numbers, read
+        self._read(self._flags.push(HostRead(torch.stack((skipped, is_empty))), numbers))
         if self._is_late:
             self.num_skipped = self.num_skipped + skipped
             if step == self._train.steps:
-                self._read_last()
+                self._read(self._flags.settle())
             return skipped
-        self._read_last()
         self.num_skipped += int(skipped)
         return skipped if skipped else None
 
@@ -139,13 +137,12 @@ class GradientWatch:
         Raises:
             NonFiniteGradients: on all ranks.
         """
-        self._read_last()
+        self._read(self._flags.settle())
         self.raise_failure()
 
-    def _read_last(self) -> None:
-        if self._unread is not None:
-            (numbers, read), self._unread = self._unread, None
-            is_skipped, is_empty = read.wait().tolist()
+    def _read(self, due: list[tuple[HostRead, _Numbers]]) -> None:
+        for flags, numbers in due:
+            is_skipped, is_empty = flags.wait().tolist()
             if is_empty:
                 self._warn_of_empty(numbers.step)
             elif is_skipped:
@@ -160,7 +157,8 @@ class GradientWatch:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Load the result of `state_dict`; missing entries are 0."""
         self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
-        self._unread = self._failure = None  # they belong to a step before the load
+        self._flags.clear()  # as the failure, they belong to a step before the load
+        self._failure = None
 
     def _skip_or_raise(self, numbers: _Numbers) -> None:
         """Report a step whose gradients were not finite, or record the error to raise. Collective over the ranks."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from colossus.comm.host_transfer import LateValue
+from colossus.comm.host_transfer import HostRead
+from colossus.comm.late import Late
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
@@ -70,7 +71,8 @@ class OptimizerStep:
         rolls_back = train.on_mismatch == "restart"
         self.replica_check = ReplicaCheck(every, train.steps, strategy, rolls_back=rolls_back) if every else None
         self.spike_watch = SpikeWatch(train.on_spike, strategy) if train.on_spike is not None else None
-        self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
+        self.learning_rate = LearningRate(config, optimizer)
+        self._stops: Late[HostRead, None] = Late()
         # if several ranks have the same loss, or the same squares, one of them counts it
         coordinates, summed_axes = context.coordinates, set(strategy.summed_axes)
         self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
@@ -118,7 +120,8 @@ class OptimizerStep:
             self._is_running = False
             strategy.after_step(step)
             numbers = strategy.reduce_scalars(step, own)
-            stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
+            requests = sum(read.wait().item() for read, _ in self._stops.push(HostRead(own[3]), None))
+            stops = strategy.agree_on_stop(step, requests)
             if scaler is not None:
                 scaler.update(found_inf, own[1])
             routing = self.routers.end_step(found_inf)

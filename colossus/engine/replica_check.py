@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from colossus.arithmetic import named_ranks
 from colossus.comm import collectives
 from colossus.comm.host_transfer import HostRead, send_to
+from colossus.comm.late import Late
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.consistency import INTEGERS
@@ -47,15 +47,6 @@ class ReplicasDiffer(RuntimeError):
     def __init__(self, message: str, parameters: list[str], rollback: Rollback | None = None) -> None:
         super().__init__(message)
         self.parameters, self.rollback = parameters, rollback
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """One check, whose total is on its way to the host."""
-
-    step: int
-    checksums: Tensor
-    total: HostRead
 
 
 class ReplicaCheck:
@@ -105,7 +96,8 @@ class ReplicaCheck:
                 f"set parallel.zero.shard, so that ZeRO has several copies"
             )
         self._factors = torch.tensor([_signed(factor) for factor in factors], dtype=torch.int64, device=self._device)
-        self._pending: _Comparison | None = None
+        #: total of a check, with its step and the checksums
+        self._totals: Late[HostRead, tuple[int, Tensor]] = Late()
         #: the last step after which copies were equal; at first the step at which they were made or loaded
         self._agreed: int | None = None
 
@@ -117,14 +109,14 @@ class ReplicaCheck:
         """
         if self._agreed is None:
             self._agreed = step - 1
-        self._compare()
+        self._compare(self._totals.settle())
         if step % self._every == 0 and self._group.size > 1:
             with torch.no_grad(), as_shards():
                 checksums = _mixed(torch.stack([*map(self._to_device, self._checksums())]))
             total = collectives.all_reduce((checksums * self._factors).sum(), self._group, owned=True).wait()
-            self._pending = _Comparison(step, checksums, HostRead(total))
-            if self._device.type == "cpu" or step == self._steps:
-                self._compare()
+            self._compare(self._totals.push(HostRead(total), (step, checksums)))
+            if step == self._steps:
+                self._compare(self._totals.settle())
 
     def _checksums(self) -> list[Tensor]:
         """Return the checksum of each logical shard, an int64 scalar on the device of its storage."""
@@ -138,22 +130,22 @@ class ReplicaCheck:
     def _to_device(self, number: Tensor) -> Tensor:
         return number if number.device == self._device else send_to(self._device, number)
 
-    def _compare(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        if int(pending.total.wait()) == 0:
-            self._agreed = pending.step
-            return
-        differing = _differing(
-            all_gather_object(_by_copy(self._copies, pending.checksums), self._group), self._group.ranks
-        )
+    def _compare(self, due: list[tuple[HostRead, tuple[int, Tensor]]]) -> None:
+        for total, (step, checksums) in due:
+            if int(total.wait()) == 0:
+                self._agreed = step
+            else:
+                self._raise(step, checksums)
+
+    def _raise(self, step: int, checksums: Tensor) -> None:
+        by_rank = all_gather_object(_by_copy(self._copies, checksums), self._group)
+        differing = _differing(by_rank, self._group.ranks)
         names = list(dict.fromkeys(name for name, _ in differing))
         lines = [f"{name}: {_described(values)}" for (name, _), values in [*differing.items()][:_MOST]]
         more = f"; and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
         assert self._agreed is not None
         raise ReplicasDiffer(
-            f"after step {pending.step} copies of parameters differ between ranks that must have the same "
+            f"after step {step} copies of parameters differ between ranks that must have the same "
             f"(train.check_replicas_every): {'; '.join(lines)}{more}. A device or its memory may be faulty, or code of "
             f"yours changes parameters on some ranks only. It began after step {self._agreed}: "
             f"resume from a checkpoint that is not newer, without the host that differs",

@@ -14,12 +14,13 @@ from rich.text import Text
 
 from colossus.arithmetic import byte_count, clock, counted, factors
 from colossus.checkpoint.save import SavedCheckpoint
+from colossus.comm.late import Late
 from colossus.config import model_options
 from colossus.config.plans import describe_zero
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
-from colossus.monitor.metrics import LateResults, StepTimer, peak_memory
+from colossus.monitor.metrics import StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
 from colossus.server.process import has_servers, read_environment
 
@@ -44,10 +45,10 @@ class Display(Hook):
         self.shown = False
         #: steps of the run, and steps done before this display began
         self.total = self.first = 0
-        #: result of the last step whose numbers have arrived, see `LateResults`
+        #: result of the last step whose numbers have arrived, see `Late`
         self.result: StepResult | None = None
         #: results with the seconds of each step
-        self._results: LateResults[float] = LateResults()
+        self._results: Late[StepResult, float] = Late()
         #: loss and metrics of the last evaluation
         self.validation: dict[str, float] = {}
         self.counted = "tokens"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from colossus.comm import accounting
+from colossus.comm.late import Late
 from colossus.config.training import Train
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, evaluation_due
@@ -22,68 +22,8 @@ from colossus.machine import peak_resident_bytes
 from colossus.monitor.mfu import Utilisation
 from colossus.monitor.row_file import RowFile
 
-T = TypeVar("T")
 #: seconds that a failed run waits for the numbers of a step, since its device may be stuck
 PATIENCE = 5.0
-
-
-class LateResults(Generic[T]):
-    """Results of steps with further data, in the order of the steps. A hook that shows every step waits for none.
-
-    On the CPU a result has its numbers when its step is over. On an accelerator the numbers are copied while the next
-    step runs, and the result is taken after that one. The user of this class takes the remaining ones at the end.
-    """
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[StepResult, T]] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, result: StepResult, data: T) -> int:
-        """Start to copy the numbers of a step to the host.
-
-        Returns:
-            The number of last results that should not be taken yet: 1 on an accelerator, else 0.
-        """
-        is_late = result.send_to_host()
-        self._coming.append((result, data))
-        return int(is_late)
-
-    @property
-    def last(self) -> T | None:
-        """Data of the last result that was not taken; None if all were."""
-        with self._lock:
-            return self._coming[-1][1] if self._coming else None
-
-    def take(self, write: Callable[[StepResult, T], None], *, but: int = 0, patience: float = math.inf) -> None:
-        """Take results in order, each once. May be called from any thread; a second thread waits for the first.
-
-        Args:
-            write: called with each result, whose numbers have arrived, and its data. What it raises is raised here; the
-                next call continues after that result.
-            but: number of last results that are not taken.
-            patience: longest wait for the numbers of a result, in seconds; a result without numbers and all after it
-                stay.
-        """
-        if not self._lock.acquire(timeout=-1 if patience == math.inf else patience + 0.1):
-            return
-        try:
-            while len(self._coming) > but and _arrives(self._coming[0][0], patience):
-                write(*self._coming.popleft())
-        finally:
-            self._lock.release()
-
-
-def _arrives(result: StepResult, seconds: float) -> bool:
-    """Return whether the numbers of a step arrive within some seconds."""
-    if seconds == math.inf:
-        result.wait()
-        return True
-    end = time.monotonic() + seconds
-    while not result.has_arrived:
-        if time.monotonic() >= end:
-            return False
-        time.sleep(1e-3)
-    return True
 
 
 class StepTimer:
@@ -158,7 +98,7 @@ class Metrics(Hook):
         self._path = path
         self._file: RowFile | None = None
         #: results with the seconds of each step and further values of its row
-        self._rows: LateResults[tuple[float, dict[str, Any]]] = LateResults()
+        self._rows: Late[StepResult, tuple[float, dict[str, Any]]] = Late()
         self._train = Train()
         self._timer = StepTimer()
         self._counts = False
