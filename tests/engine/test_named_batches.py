@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.data.model_input import model_input, sequence_length
-from colossus.engine.inputs import ForwardCall, model_input, sequence_length
+from colossus.engine.inputs import ForwardCall
 from colossus.engine.nonfinite import tokens_per_sample
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.state.model_state_dict import full_state_dict

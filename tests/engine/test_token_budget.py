@@ -29,12 +29,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.data import Microbatches, Packed, build_loaders
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.token_budget import TokenBudget
 from colossus.engine.fit import fit
+from colossus.state.model_state_dict import full_state_dict
 from colossus.verify.run_verify import _check_config
 
 SAMPLES, BATCH, BUDGET, STEPS = 29, 8, 24, 3
