@@ -131,7 +131,7 @@ class Resumer:
         return Resumed(reader.folder, _plan_of(reader.manifest), True)
 
     def leave_branch(self, until: int | None, skip_batches: int | None, rollback_time: float) -> None:
-        """Remove later saves and leave batches out (`Launched.rollback`); then save, so that a later resume skips them."""
+        """Remove later saves, leave batches out, and save, so that a later resume skips them (`Launched.rollback`)."""
         run, step = self._run, self._run.completed_steps
         if until is None:
             return
