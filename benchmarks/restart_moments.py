@@ -35,7 +35,7 @@ def main() -> int:
     from colossus.cli.main import main as colossus
     from colossus.launch import agent
 
-    processes, start = agent.RankProcesses, agent.start_process
+    processes, start = agent.LocalProcesses, agent.start_process
     note_exits, end_all = processes.note_exits, processes.end_all
 
     def noted_exits(self: Any) -> None:

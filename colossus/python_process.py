@@ -8,16 +8,35 @@ also run it first.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 
 def python_words(module: str, *arguments: str) -> list[str]:
     """Return the words of a command that runs the ``main`` of a module of colossus with these arguments."""
     return [sys.executable, "-P", os.path.abspath(__file__), module, *arguments]
+
+
+def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start such a process in a session of its own; ``options`` are those of `subprocess.Popen`."""
+    import subprocess
+
+    return subprocess.Popen(python_words(module, *arguments), start_new_session=True, **options)
+
+
+def kill_with_children(process: Any) -> None:
+    """Kill a process that leads a session, and all in its session, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _import_colossus() -> None:

@@ -26,14 +26,20 @@ from colossus.launch.auto_plan import Planned
 from colossus.launch.decide import Stop, decide
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd
 from colossus.launch.lasting_output import lasting_output
+from colossus.launch.local_processes import (
+    LocalProcesses,
+    RankFiles,
+    made_rank_files,
+    note_stop_signals,
+    on_stop_signals,
+    start_process,
+)
 from colossus.launch.memory_folder import open_memory_folder
 from colossus.launch.nodes import Nodes
-from colossus.launch.rank_processes import RankProcesses, note_stop_signals, on_stop_signals, start_process
 from colossus.launch.rendezvous import Rendezvous
 from colossus.launch.report import report, unsaved_step
 from colossus.launch.resume import RunStart
-from colossus.launch.servers import Servers, num_servers
-from colossus.launch.stop import RankFiles, made_rank_files
+from colossus.launch.servers import num_servers, start_servers
 
 #: the time from the first failed rank to the stop signal: the culprit may still write its record when a victim ends
 RECORD_SECONDS = 0.5
@@ -158,9 +164,8 @@ def _let_signals_raise(end: AttemptEnd) -> None:
 class _Agent:
     def __init__(self, job: Job, attempts: Attempts, end: AttemptEnd, files: RankFiles) -> None:
         self._job, self._attempts, self._end = job, attempts, end
-        self._processes = RankProcesses(end, files)
+        self._processes = LocalProcesses(end, files)
         self._nodes: Nodes | None = None
-        self._servers = Servers()
         self._looked = time.monotonic()
 
     def run(self, before: int | None) -> None:
@@ -198,7 +203,7 @@ class _Agent:
         if lines and end.node in (None, 0):
             print("\n".join(lines), flush=True)
         if number := num_servers(config, num_nodes):
-            self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
+            start_servers(self._processes.servers, number, folder, config.comm.timeout_seconds, self._nodes)
         resolved = folder / (run_folder.RESOLVED if not end.node else f"node-{end.node}-{run_folder.RESOLVED}")
         if ranks:
             write_resolved(resolved, config, job.stated)
@@ -214,7 +219,7 @@ class _Agent:
         }
         for local, rank in enumerate(ranks):
             of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._processes.all[rank] = start_process("colossus.launch.worker", words, of_rank)
+            self._processes.ranks[rank] = start_process("colossus.launch.worker", words, of_rank)
         if self._nodes is not None:
             self._nodes.watch()
 
@@ -265,7 +270,7 @@ class _Agent:
 
     def _others_have_failed(self, *, but_stops: bool = False) -> bool:
         """Return whether a server of this node has died, or another node is in trouble."""
-        self._end.server = self._end.server or self._servers.failure()
+        self._processes.note_servers()
         if self._end.server is not None:
             return True
         return self._nodes is not None and self._nodes.has_trouble(but_stops=but_stops)
@@ -284,7 +289,7 @@ class _Agent:
         note_stop_signals(end)
         if end.config is not None and end.folder is not None:
             end.unsaved_step = unsaved_step(end.config, end.folder, end.started)
-        self._servers.close()
+        self._processes.close()
 
 
 def _open_store(host: str, *, only_here: bool) -> TCPStore:

@@ -18,6 +18,10 @@ from colossus.config import Config
 #: the stop signals; SLURM can send the last two some time before a job's end (``--signal=USR1@120``)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+#: the longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s. A run that saves
+#: checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
+GRACE_SECONDS = 4.0
+
 Kind = Literal["", "finished", "error", "config", "communication", "stuck"]
 Cause = Literal["error", "death", "stuck", "communication"]
 _ORDER: tuple[Cause, ...] = ("error", "death", "stuck", "communication")

@@ -19,9 +19,8 @@ from pydantic import TypeAdapter
 
 from colossus import machine
 from colossus.arithmetic import named_ranks
-from colossus.launch.ends import NodeEnd
+from colossus.launch.ends import GRACE_SECONDS, NodeEnd
 from colossus.launch.rendezvous import Rendezvous
-from colossus.launch.stop import GRACE_SECONDS
 
 #: the interval of heartbeats, and of looks at those of the other nodes
 BEAT_SECONDS = 0.5

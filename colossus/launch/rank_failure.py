@@ -22,8 +22,9 @@ from colossus.launch import attempt_log, report
 from colossus.launch.advice import advise
 from colossus.launch.decide import FAILED, USAGE
 from colossus.launch.ends import Kind, RankEnd, exit_code
+from colossus.launch.local_processes import RankFiles
 from colossus.launch.recordings import recording_of
-from colossus.launch.stop import RankFiles, StopSignals
+from colossus.launch.stop import StopSignals
 
 #: the interval at which NCCL's watchdogs are asked
 LOOK_SECONDS = 0.5

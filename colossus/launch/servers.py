@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,65 +41,47 @@ def describe_servers(number: int, nnodes: int) -> str:
     return processes if nnodes == 1 else f"{processes}, on {min(number, nnodes)} of {nnodes} nodes"
 
 
-class Servers:
-    """The parameter servers of one launcher."""
+def start_servers(
+    started: list[ServerProcess], number: int, folder: Path, timeout_seconds: float, nodes: Nodes | None
+) -> None:
+    """Start the servers of this node, and set the variables by which workers find all servers.
 
-    def __init__(self) -> None:
-        self._here: dict[int, ServerProcess] = {}
-        self._logs = Path()
-        self._failure: str | None = None
+    All nodes call this at the same time.
 
-    def start(self, number: int, folder: Path, timeout_seconds: float, nodes: Nodes | None) -> None:
-        """Start the servers of this node, and set the variables by which workers find all servers.
+    Args:
+        started: receives the servers of this node, also where not all could be started.
+        number: the number of servers of the run.
+        folder: the run folder.
+        timeout_seconds: the silence after which a server gives up a worker.
+        nodes: the nodes of the run; None where there is one.
 
-        All nodes call this at the same time.
+    Raises:
+        RuntimeError: on all nodes, where a server could not be started.
+    """
+    text = new_token().hex()
+    if nodes is not None:
+        text = nodes.from_first("servers/token", lambda: text)
+    token, logs, problem = bytes.fromhex(text), folder / LOGS, ""
+    node, num_nodes, host = (0, 1, "127.0.0.1") if nodes is None else (nodes.node, nodes.num_nodes, nodes.address)
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        # a server ends with the thread that starts it, so this must be the main thread
+        for index in servers_of_nodes(number, num_nodes)[node] if node < num_nodes else ():
+            log = logs / f"server{index}.log"
+            started.append(ServerProcess(index, token, host=host, timeout_seconds=timeout_seconds, log=log))
+        for server in started:
+            server.wait_until_ready()
+    except (OSError, RuntimeError) as error:
+        problem = f"a server could not be started on host {host}: {error}"
+    mine: Any = ({server.index: server.endpoint for server in started}, problem)
+    all_nodes = [mine] if nodes is None else nodes.exchange("servers", mine)
+    if problems := [problem for _, problem in all_nodes if problem]:
+        raise RuntimeError("; ".join(problems))
+    endpoints = {int(index): endpoint for of_node, _ in all_nodes for index, endpoint in of_node.items()}
+    write_environment([endpoints[index] for index in range(number)], token)
 
-        Args:
-            number: the number of servers of the run.
-            folder: the run folder.
-            timeout_seconds: the silence after which a server gives up a worker.
-            nodes: the nodes of the run; None where there is one.
 
-        Raises:
-            RuntimeError: on all nodes, where a server could not be started.
-        """
-        text = new_token().hex()
-        if nodes is not None:
-            text = nodes.from_first("servers/token", lambda: text)
-        token, self._logs = bytes.fromhex(text), folder / LOGS
-        node, num_nodes, host = (0, 1, "127.0.0.1") if nodes is None else (nodes.node, nodes.num_nodes, nodes.address)
-        self._logs.mkdir(parents=True, exist_ok=True)
-        problem = ""
-        try:
-            here = servers_of_nodes(number, num_nodes)[node] if node < num_nodes else []
-            for index in here:  # a server ends with the thread that starts it, so this must be the main thread
-                log = self._log_of(index)
-                self._here[index] = ServerProcess(index, token, host=host, timeout_seconds=timeout_seconds, log=log)
-            for server in self._here.values():
-                server.wait_until_ready()
-        except (OSError, RuntimeError) as error:
-            problem = f"a server could not be started on host {host}: {error}"
-        mine: Any = ({index: server.endpoint for index, server in self._here.items()}, problem)
-        all_nodes = [mine] if nodes is None else nodes.exchange("servers", mine)
-        if problems := [problem for _, problem in all_nodes if problem]:
-            raise RuntimeError("; ".join(problems))
-        endpoints = {int(index): endpoint for of_node, _ in all_nodes for index, endpoint in of_node.items()}
-        write_environment([endpoints[index] for index in range(number)], token)
-
-    def _log_of(self, index: int) -> Path:
-        return self._logs / f"server{index}.log"
-
-    def failure(self) -> str | None:
-        """Return how a server of this node has died, the first that did; None where none has."""
-        for index, server in self._here.items():
-            if self._failure is None and not server.alive:
-                how, name = describe_death(server.returncode or 0), socket.gethostname()
-                log = f"its log: {self._log_of(index)}"
-                self._failure = f"server {index} (host {name}, process {server.process}) {how}\n{log}"
-        return self._failure
-
-    def close(self) -> None:
-        """End the servers of this node."""
-        if self._here:
-            with ThreadPoolExecutor(len(self._here)) as pool:
-                list(pool.map(lambda server: server.close(), self._here.values()))
+def describe_dead_server(server: ServerProcess) -> str:
+    """Return a text on the death of a server, the first line of which is the cause."""
+    how, host = describe_death(server.returncode or 0), socket.gethostname()
+    return f"server {server.index} (host {host}, process {server.process}) {how}\nits log: {server.log}"

@@ -8,25 +8,16 @@ thread is blocked.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import select
-import shutil
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
-from colossus.launch.ends import STOP_SIGNALS, RankEnd, exit_code
-from colossus.launch.memory_folder import remove_memory
-
-#: the longest time from a signal to the end of a rank's current step. All ranks are gone within 5 s. A run that saves
-#: checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
-GRACE_SECONDS = 4.0
+from colossus.launch.ends import GRACE_SECONDS, STOP_SIGNALS, exit_code
+from colossus.launch.local_processes import RankFiles
 
 #: the longest time of the calls before the hard end (a failure record, metrics)
 FINAL_CALLS_SECONDS = 0.3
@@ -35,75 +26,6 @@ _LOOK_SECONDS = 0.5
 
 #: the environment variable with the process id of our launcher, which its workers must not outlive
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
-
-_RANK_FILES = "COLOSSUS_RANK_FILES"
-
-
-class RankFiles:
-    """Files through which the ranks of a node and their launcher communicate, also when one of them has gone.
-
-    A rank writes its end, also when it has come to the end of its program: an exit code of 0 does not show that, since
-    ``os._exit(0)`` in a model or a library gives it, too. A rank that was stopped and still works on a step or a
-    checkpoint writes heartbeats. The launcher writes a file when a checkpoint can not be complete any more.
-
-    Args:
-        folder: by default that of the launcher that has started this process; without a launcher, nothing is written
-            and nothing is read.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or Path(os.environ.get(_RANK_FILES, os.devnull))
-
-    def write_end(self, end: RankEnd) -> None:
-        """Write the end of a rank, which is about to exit; readers see all of it or nothing.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        draft = self.folder / f"{end.rank}.draft"
-        draft.write_text(json.dumps(end.facts()))
-        draft.replace(self.folder / f"{end.rank}.end")
-
-    def read_end(self, rank: int) -> RankEnd:
-        """Return the end of a rank as far as it has written it."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return RankEnd(**json.loads((self.folder / f"{rank}.end").read_text()))
-        return RankEnd(rank)
-
-    def beat(self, rank: int) -> None:
-        """Write a heartbeat of a rank that was stopped and still works."""
-        self._write(f"{rank}.beat")
-
-    def hurry(self) -> None:
-        """Tell the ranks to end without a checkpoint: it cannot be complete, or the user does not want it."""
-        self._write("hurry")
-
-    def is_hurried(self) -> bool:
-        return (self.folder / "hurry").exists()
-
-    def last_beat(self, rank: int) -> int | None:
-        """Return a number that changes with each heartbeat of a rank; None before the first."""
-        with contextlib.suppress(OSError):
-            return (self.folder / f"{rank}.beat").stat().st_mtime_ns
-        return None
-
-    def remove(self) -> None:
-        """Remove the files; for a rank whose launcher was killed."""
-        remove_memory()
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _write(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            (self.folder / name).write_text("")
-
-
-@contextmanager
-def made_rank_files() -> Iterator[RankFiles]:
-    """Make the files of the ranks that a launcher starts inside; the folder is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="colossus-ranks-") as folder:
-        os.environ[_RANK_FILES] = folder
-        yield RankFiles()
 
 
 class StopSignals:

@@ -25,11 +25,12 @@ from colossus.launch import attempt_log, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.ends import RankEnd, exit_code
 from colossus.launch.lasting_output import lasting_output
+from colossus.launch.local_processes import RankFiles
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.recordings import FOLDER, RECORDING, remove_recordings
 from colossus.launch.report import stopped_line
 from colossus.launch.resume import Origin, choose
-from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals
+from colossus.launch.stop import LAUNCHER_PID, StopSignals
 from colossus.registry import HOOKS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.python_process import python_words
+from colossus.python_process import kill_with_children, start_python
 
 #: a JSON list of endpoints, in the order of the servers
 SERVERS = "COLOSSUS_SERVERS"
@@ -80,6 +80,7 @@ class ServerProcess:
     Attributes:
         index: index of the server.
         process: process id.
+        log: the file of its output, if it has one.
         endpoint: its endpoint, once it is ready.
     """
 
@@ -92,7 +93,7 @@ class ServerProcess:
         timeout_seconds: float = 60.0,
         log: Path | None = None,
     ) -> None:
-        self.index = index
+        self.index, self.log = index, log
         self.endpoint: dict[str, Any] = {}
         status, status_of_child = os.pipe()
         self._status = os.fdopen(status, "rb")
@@ -100,15 +101,10 @@ class ServerProcess:
         variables["OMP_NUM_THREADS"] = "1"
         try:
             with contextlib.nullcontext() if log is None else log.open("ab") as output:
-                self._child = subprocess.Popen(
-                    python_words("colossus.server.rpc_server", str(status_of_child)),
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    env=variables,
-                    pass_fds=[status_of_child],
-                    start_new_session=True,  # its parent handles Ctrl-C and signals to the group
-                )
+                self._child = start_python(
+                    "colossus.server.rpc_server", str(status_of_child), stdin=subprocess.PIPE, stdout=output,
+                    stderr=output, env=variables, pass_fds=[status_of_child],
+                )  # fmt: skip
         except BaseException:
             self._status.close()
             raise
@@ -152,8 +148,7 @@ class ServerProcess:
         try:
             self._child.wait(patience_seconds + _KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            kill_with_children(self._child)
         self._status.close()
 
     def _write_line(self, line: str) -> None:

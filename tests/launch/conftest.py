@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import agent, command, nodes, rank_processes, stop
-from colossus.launch.stop import GRACE_SECONDS
+from colossus.launch import agent, command, local_processes, nodes, stop
+from colossus.launch.ends import GRACE_SECONDS
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the forked launchers and their ranks: for runs that are waited for in vain, and must be ended by force."""
     seconds = 1.5
     monkeypatch.setattr(stop, "GRACE_SECONDS", seconds)
-    monkeypatch.setattr(rank_processes, "KILL_SECONDS", seconds + rank_processes.KILL_SECONDS - GRACE_SECONDS)
+    monkeypatch.setattr(local_processes, "KILL_SECONDS", seconds + local_processes.KILL_SECONDS - GRACE_SECONDS)
     monkeypatch.setattr(nodes, "END_SECONDS", seconds + nodes.END_SECONDS - GRACE_SECONDS)
     return seconds
 

@@ -18,7 +18,7 @@ from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
 from colossus.config.launch_section import RestartsSection
-from colossus.launch import agent, attempt_log, command, rank_processes, run_folder
+from colossus.launch import agent, attempt_log, command, local_processes, run_folder
 from colossus.launch.attempts import Attempts
 from colossus.launch.decide import Restart, Rollback, Stop, decide
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, NodeEnd, RankEnd
@@ -239,7 +239,7 @@ def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     end = AttemptEnd()
     with agent.restored_signals():
-        rank_processes.note_stop_signals(end)
+        local_processes.note_stop_signals(end)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert end.late_signum == signal.SIGINT

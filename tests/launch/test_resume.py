@@ -25,7 +25,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import attempt_log, rank_processes, stop
+from colossus.launch import attempt_log, local_processes, stop
 
 #: of a row, what depends on the run and not on the machine
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -45,8 +45,8 @@ def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int
 @pytest.mark.long
 def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
-    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(rank_processes, "SAY_SECONDS", 0.5)
+    monkeypatch.setattr(local_processes, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(local_processes, "SAY_SECONDS", 0.5)
     command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
     code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="slow disk"), tmp_path / "run", 1, signal.SIGTERM)
     saved = rows_of(tmp_path / "run")[-1]["step"]

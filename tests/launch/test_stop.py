@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from colossus.launch import rank_processes, stop
+from colossus.launch import local_processes, stop
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, RankEnd
-from colossus.launch.rank_processes import RankProcesses
-from colossus.launch.stop import RankFiles, StopSignals, made_rank_files
+from colossus.launch.local_processes import LocalProcesses, RankFiles, made_rank_files
+from colossus.launch.stop import StopSignals
 from colossus.python_process import python_words
 
 
@@ -148,12 +148,12 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.files, self.attempt = RankFiles(folder), AttemptEnd()
-        self._processes = RankProcesses(self.attempt, self.files)
+        self._processes = LocalProcesses(self.attempt, self.files)
 
     def start(self, number: int, beats: float = 0.0, finishes: bool = True, deaf: bool = False) -> None:
         folder = self.files.folder
         words = [str(folder), str(number), str(beats), "yes" if finishes else "", "deaf" if deaf else ""]
-        self._processes.all[number] = subprocess.Popen(
+        self._processes.ranks[number] = subprocess.Popen(
             [sys.executable, "-S", "-c", RANK, *words], start_new_session=True
         )
         while not (folder / f"ready{number}").exists():
@@ -168,9 +168,9 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     """With little patience; the signal handlers of the tests come back."""
-    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(rank_processes, "SAY_SECONDS", 0.3)
-    monkeypatch.setattr(rank_processes, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(local_processes, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(local_processes, "SAY_SECONDS", 0.3)
+    monkeypatch.setattr(local_processes, "AGAIN_SECONDS", 0.1)
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield Ranks(tmp_path)
     for signum, handler in before.items():
@@ -206,7 +206,7 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
 
 
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "AGAIN_SECONDS", 5.0)
+    monkeypatch.setattr(local_processes, "AGAIN_SECONDS", 5.0)
     ranks.start(0, beats=1.0)
     sent = [
         threading.Timer(seconds, os.kill, (os.getpid(), signum))
