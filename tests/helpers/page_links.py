@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,24 @@ def order_of_calls(linked: list[tuple[str, str]]) -> Iterator[list[str]]:
     sys.setprofile(look)
     try:
         yield called
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def calls_of_children(linked: list[tuple[str, str]], file: Path) -> Iterator[None]:
+    """Let the processes that are forked inside append the linked functions to a file, when they first call them."""
+    names = {_code(name, module): name for name, module in linked}
+    parent = os.getpid()
+
+    def look(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in names and os.getpid() != parent:
+            with file.open("a") as lines:
+                lines.write(names[frame.f_code] + "\n")
+
+    sys.setprofile(look)
+    try:
+        yield
     finally:
         sys.setprofile(None)
 

@@ -80,6 +80,7 @@ def test_a_stop_is_no_failure(tmp_path: Path, target: str, signum: int) -> None:
     assert not restarts_of(tmp_path)
 
 
+@pytest.mark.long
 def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
     keys = ["launch.restarts=3", "train.steps=100000"]
     process = start([*COMMAND, *keys], tmp_path, TROUBLES="kill@6", STEP_SECONDS="0.02")
