@@ -40,6 +40,7 @@ class FlatBuffer:
 
     Attributes:
         nbytes: the size of the buffer.
+        tensor_bytes: the bytes of the tensors alone.
     """
 
     def __init__(self, forms: Iterable[Form]) -> None:
@@ -51,10 +52,11 @@ class FlatBuffer:
             self._count += 1
         #: dtype, first byte, bytes, and tensors of each segment of the buffer
         self._segments: list[tuple[torch.dtype, int, int, list[tuple[int, torch.Size, int]]]] = []
-        self.nbytes = 0
+        self.nbytes = self.tensor_bytes = 0
         for dtype, members in by_dtype.items():
             size = sum(numel for _, _, numel in members) * dtype.itemsize
             self._segments.append((dtype, self.nbytes, size, members))
+            self.tensor_bytes += size
             self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     @staticmethod

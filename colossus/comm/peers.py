@@ -1,8 +1,8 @@
 """Asynchronous messages between the ranks of one axis, which go on when a rank dies.
 
 c10d cannot do this: a group of it breaks as a whole when a member dies, and its receives name their sender. Here
-messages travel by `colossus.comm.net` while the main thread computes. The caller copies tensors of an accelerator to
-the host.
+messages travel by `colossus.comm.messages` while the main thread computes. The caller copies tensors of an accelerator
+to the host.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus import machine
 from colossus.comm import accounting
+from colossus.comm.flat_buffer import FlatBuffer
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import Listener, dial
+from colossus.comm.messages import Messages, head_of
 from colossus.comm.net import Stream, WireError
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_gone import PeerGone
 from colossus.context.groups import AxisGroup
 
-_HEAD = struct.Struct("<Hq")  # kind, number; the message's ``meta`` follows
 _INDEX = struct.Struct("<H")
 #: the interval at which a waiting rank calls ``while_waiting``
 _LOOK_SECONDS = 0.2
@@ -43,14 +46,14 @@ class Message:
         source: the sender's index in the group.
         kind: the purpose of the message, a number of the caller's.
         number: the step, or whatever sender and receiver count.
-        meta: a few bytes beside the data.
+        meta: a value of JSON beside the data.
         data: uint8 [bytes], on the host; give it back with `PeerLinks.release` when it is not needed any more.
     """
 
     source: int
     kind: int
     number: int
-    meta: bytes
+    meta: Any
     data: Tensor
 
 
@@ -114,7 +117,8 @@ class PeerLinks:
         with self._changed:
             self._streams[index] = stream
             self._changed.notify_all()
-        stream.start(_Incoming(self, index, self._max_bytes))
+        take, end = partial(self._take, index), partial(self._lose, index)
+        stream.start(Messages(self._pool, take, end, max_bytes=self._max_bytes))
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class PeerLinks:
         kind: int,
         number: int,
         data: Tensor | None = None,
-        meta: bytes = b"",
+        meta: Any = None,
         *,
         dtype: torch.dtype = torch.uint8,
         owned: bool = False,
@@ -144,7 +148,7 @@ class PeerLinks:
             kind: the purpose of the message.
             number: the step, or whatever sender and receiver count.
             data: uint8, contiguous, on the host; must not be changed any more.
-            meta: a few bytes beside the data.
+            meta: a value of JSON beside the data.
             dtype: the dtype under which the bytes are counted.
             owned: ``data`` came from `buffer`, and goes back there once it has been sent.
         """
@@ -167,9 +171,10 @@ class PeerLinks:
 
         if owned and not targets and data is not None:
             self.release(data)
-        payload = [] if data is None or not size else [memoryview(data.numpy())]  # type: ignore[arg-type]
+        arrays = [] if data is None else [data]
+        head, payload = head_of({"k": kind, "n": number, "m": meta}, arrays), FlatBuffer.of(arrays).memory_of(arrays)
         for index in targets:
-            self._streams[index].send(_HEAD.pack(kind, number) + meta, payload, done)
+            self._streams[index].send(head, payload, done)
 
     # -- in -----------------------------------------------------------------------------------------------
 
@@ -241,14 +246,17 @@ class PeerLinks:
             stream.close(max(0.0, deadline - time.monotonic()))
             stream.abort()
 
-    def put(self, message: Message) -> None:
-        """Put a message into the inbox; called, as `lose`, by the thread of the streams."""
+    # -- called by the thread of the streams ------------------------------------------------------------------
+
+    def _take(self, source: int, head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None) -> None:
+        data = arrays[0] if arrays else torch.empty(0, dtype=torch.uint8)
+        key = source, head["k"], head["n"]
         with self._changed:
-            self._inbox.setdefault((message.source, message.kind, message.number), deque()).append(message)
+            self._inbox.setdefault(key, deque()).append(Message(*key, head["m"], data))
             self._changed.notify_all()
         self.on_arrival()
 
-    def lose(self, source: int, reason: str | None) -> None:
+    def _lose(self, source: int, reason: str | None) -> None:
         """Record that a peer sends nothing any more: the reason, or None where it said goodbye."""
         with self._changed:
             self._lost[source] = "it has closed its links" if reason is None else reason
@@ -256,26 +264,3 @@ class PeerLinks:
                 self._departed.add(source)
             self._changed.notify_all()
         self.on_arrival()
-
-
-class _Incoming:
-    """The receiver of one peer's frames (see `colossus.comm.net.Receiver`)."""
-
-    def __init__(self, links: PeerLinks, source: int, max_bytes: int) -> None:
-        self._links, self._source, self._max_bytes = links, source, max_bytes
-        self._data: Tensor | None = None
-
-    def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
-        if size > self._max_bytes:
-            raise WireError(f"a message of {size} bytes, where at most {self._max_bytes} are expected")
-        self._data = self._links.buffer(size)
-        return [memoryview(self._data.numpy())]  # type: ignore[arg-type]
-
-    def on_frame(self, head: bytes) -> None:
-        kind, number = _HEAD.unpack_from(head)
-        data, self._data = self._data, None
-        data = torch.empty(0, dtype=torch.uint8) if data is None else data
-        self._links.put(Message(self._source, kind, number, head[_HEAD.size :], data))
-
-    def on_end(self, reason: str | None) -> None:
-        self._links.lose(self._source, reason)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from colossus.comm.peer_gone import PeerGone
-from colossus.server.frames import Reply
+from colossus.server.calls import Reply
 from colossus.server.rpc_client import Handle, RpcClient
 from colossus.server.shard import ShardSpec, check_optimizer
 from colossus.server.sharding import Pieces, Sharding, TensorSpec, TensorState, Value

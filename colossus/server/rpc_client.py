@@ -17,8 +17,9 @@ from torch import Tensor
 
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import dial
+from colossus.comm.messages import Messages, copy, send
 from colossus.comm.net import WireError
-from colossus.server.frames import Messages, Refused, Reply, ServerGone, copy, send
+from colossus.server.calls import Refused, Reply, ServerGone
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -85,7 +86,7 @@ class RpcClient:
         except OSError as error:
             reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
             raise ServerGone(self.index, self.address, reason) from error
-        self._stream.start(Messages(self._buffers, self._into_of, self._take, self._end), timeout_seconds)
+        self._stream.start(Messages(self._buffers, self._take, self._end, self._into_of), timeout_seconds)
         refusal = self._welcome.result()
         if self._gone is not None:
             raise self._error()

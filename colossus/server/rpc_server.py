@@ -25,8 +25,9 @@ from torch import Tensor
 from colossus import machine
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import Listener
+from colossus.comm.messages import Messages, send
 from colossus.comm.net import Stream
-from colossus.server.frames import Messages, Request, send
+from colossus.server.calls import Request
 from colossus.server.rpc_client import WORKER
 from colossus.server.store import ShardStore
 
@@ -142,7 +143,7 @@ class RpcServer:
                 del self._streams[worker]
                 self._work.put(lambda: self._on_gone(worker, reason))
 
-        stream.start(Messages(self._buffers, lambda head: None, take, leave), self._timeout)
+        stream.start(Messages(self._buffers, take, leave), self._timeout)
         if self.ended is not None:
             send(stream, {"failed": self.ended}, (), self._buffers)
         else:

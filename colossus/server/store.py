@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.frames import Request
+from colossus.server.calls import Request
 from colossus.server.shard import Part, Shard, ShardSpec
 from colossus.server.sync_steps import Awaited, SyncSteps, WaitingRequests
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.frames import Request
+from colossus.server.calls import Request
 from colossus.server.shard import Part, Shard
 
 #: workers that a request waits for, and what these have not done

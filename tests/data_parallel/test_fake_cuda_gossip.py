@@ -36,7 +36,7 @@ class Mirror:
         kind: int,
         number: int,
         data: Tensor | None = None,
-        meta: bytes = b"",
+        meta: Any = None,
         *,
         dtype: torch.dtype = torch.uint8,
         owned: bool = False,

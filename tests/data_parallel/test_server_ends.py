@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import colossus
 from colossus.launch.rank_failure import kind_of
-from colossus.server.frames import ServerGone
+from colossus.server.calls import ServerGone
 
 server_threads.in_threads()
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from colossus.server.frames import Request
+from colossus.server.calls import Request
 
 
 class Adder:

@@ -26,7 +26,7 @@ from colossus.launch.ends import RankEnd, failed, stop_code
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.report import block
 from colossus.launch.stop import StopSignals
-from colossus.server.frames import ServerGone
+from colossus.server.calls import ServerGone
 
 GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colossus.rows.row_gradient import RowGradient
+from colossus.server.calls import Refused, ServerGone
 from colossus.server.client import Servers
-from colossus.server.frames import Refused, ServerGone
 from colossus.server.rpc_client import RpcClient
 from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossus.comm import net
-from colossus.server.frames import Refused, Request, ServerGone
+from colossus.server.calls import Refused, Request, ServerGone
 from colossus.server.process import new_token
 from colossus.server.rpc_client import RpcClient
 from colossus.server.rpc_server import RpcServer

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from colossus.server.calls import ServerGone
 from colossus.server.client import Servers
-from colossus.server.frames import ServerGone
 from colossus.server.process import (
     ServerFailed,
     ServerProcess,

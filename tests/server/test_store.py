@@ -8,7 +8,7 @@ import torch
 from helpers.servers import local_servers, made, pulled
 from torch import Tensor
 
-from colossus.server.frames import Request
+from colossus.server.calls import Request
 from colossus.server.store import ShardStore
 
 

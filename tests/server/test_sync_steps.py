@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colossus.rows.row_gradient import RowGradient
+from colossus.server.calls import Refused
 from colossus.server.client import Servers
-from colossus.server.frames import Refused
 
 NAMES = ["w", "table"]
 

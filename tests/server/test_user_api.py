@@ -13,8 +13,8 @@ from torch import Tensor
 import colossus.server as ps
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
+from colossus.server.calls import Refused
 from colossus.server.client import Servers
-from colossus.server.frames import Refused
 from colossus.server.process import SERVERS, TOKEN, new_token, write_environment
 from colossus.server.rpc_client import RpcClient
 from colossus.server.rpc_server import RpcServer

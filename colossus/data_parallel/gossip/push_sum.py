@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ from colossus.data_parallel.parameter_vector import ParameterVector
 _EPSILON = 2.0**-52
 #: the kind of messages that carry parameters
 MIX = 1
-#: the format of w, which travels beside x
-_WEIGHT = struct.Struct("<d")
 
 
 @dataclass(eq=False)
@@ -42,7 +39,7 @@ class InFlight:
     def fill(self, received: Message) -> None:
         """Fill in the message, which has come."""
         self.data = received.data
-        (self.weight,) = _WEIGHT.unpack(received.meta)
+        self.weight = received.meta
 
     @property
     def name(self) -> str:
@@ -91,7 +88,7 @@ class PushSum:
             self.vector.pack(data)
         else:
             data.copy_(self.x)
-        links.send(targets, MIX, step, data, _WEIGHT.pack(self.weight), dtype=self.vector.dtype, owned=True)
+        links.send(targets, MIX, step, data, self.weight, dtype=self.vector.dtype, owned=True)
 
     @torch.no_grad()
     def mix(self, own_share: float, messages: Sequence[InFlight]) -> None:

@@ -1,13 +1,14 @@
-"""Messages between workers and servers: requests and replies as frames of `colossus.comm.net`.
+"""Messages between processes that know a common key: a head in JSON, and tensors; frames of `colossus.comm.net`.
 
-The head of a frame is JSON; its payload is tensors in a `FlatBuffer`.
+The links between replicas (`comm.peers`) and the calls at servers (`colossus.server`) are such messages. The payload of
+a frame is the tensors in a `FlatBuffer`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,64 +17,7 @@ from torch import Tensor
 
 from colossus.comm.flat_buffer import FlatBuffer, flat_bytes
 from colossus.comm.host_staging import BufferPool
-from colossus.comm.net import Stream
-from colossus.comm.peer_gone import PeerGone
-
-
-class ServerGone(PeerGone):
-    """A server has ended, has failed, or is silent.
-
-    Attributes:
-        index: index of the server.
-    """
-
-    def __init__(self, index: int, address: str, reason: str) -> None:
-        super().__init__(f"server {index} at {address} is gone: {reason}", index)
-
-
-class Refused(RuntimeError):
-    """A living server has refused this call. The message is that of `Request.fail`."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer of a server.
-
-    Attributes:
-        header: header that the handler has sent.
-        arrays: the tensors of ``into``, if the call had some; else new ones, which the caller owns.
-    """
-
-    header: dict[str, Any]
-    arrays: list[Tensor]
-
-
-@dataclass(eq=False)
-class Request:
-    """A worker's request at a server's handler. It is answered once, at once or later.
-
-    Attributes:
-        worker: number of the worker.
-        op: name of the operation.
-        header: JSON data.
-        arrays: contiguous tensors on the host, read-only, valid until the answer; a handler that keeps one clones it.
-    """
-
-    worker: int
-    op: str
-    header: dict[str, Any]
-    arrays: list[Tensor]
-    _answer: Callable[[dict[str, Any], Sequence[Tensor]], None] = field(repr=False)
-
-    def reply(self, header: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()) -> None:
-        """Answer the request. The arrays are copied before this returns. A worker that is gone receives nothing."""
-        self._answer({"h": header or {}}, arrays)
-        self.arrays = []
-
-    def fail(self, error: Exception) -> None:
-        """Refuse the request: the worker's call raises `Refused` with the message of this error."""
-        self._answer({"e": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}, ())
-        self.arrays = []
+from colossus.comm.net import Stream, WireError
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -89,11 +33,15 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+def head_of(head: dict[str, Any], arrays: Sequence[Tensor]) -> bytes:
+    """Return the head of the frame of a message."""
+    described = [[str(array.dtype).removeprefix("torch."), list(array.shape)] for array in arrays]
+    return json.dumps(head | {"a": described}, separators=(",", ":")).encode()
+
+
 def send(stream: Stream, head: dict[str, Any], arrays: Sequence[Tensor], buffers: BufferPool) -> int:
     """Send a message and return the bytes of its arrays. They are on the host, and copied before this returns."""
-    flat = FlatBuffer.of(arrays)
-    described = [[str(array.dtype).removeprefix("torch."), list(array.shape)] for array in arrays]
-    raw = json.dumps(head | {"a": described}, separators=(",", ":")).encode()
+    flat, raw = FlatBuffer.of(arrays), head_of(head, arrays)
     if not flat.nbytes:
         stream.send(raw)
         return 0
@@ -109,24 +57,31 @@ class Messages:
 
     Args:
         buffers: pool of buffers for the payload.
-        into_of: returns the reader's tensors that a message is written to, None for a new buffer.
         take: called with each message: its head, its arrays, and the buffer that they lie in, None if it is ``into``'s.
         end: see `Receiver.on_end`.
+        into_of: returns the reader's tensors that a message is written to, None for a new buffer.
+        max_bytes: the most bytes of a message's arrays; one that claims more ends its stream.
     """
 
     def __init__(
         self,
         buffers: BufferPool,
-        into_of: Callable[[dict[str, Any]], Sequence[Tensor] | None],
         take: Callable[[dict[str, Any], list[Tensor], Tensor | None], object],
         end: Callable[[str | None], object],
+        into_of: Callable[[dict[str, Any]], Sequence[Tensor] | None] = lambda head: None,
+        max_bytes: float = math.inf,
     ) -> None:
-        self._buffers, self._into_of, self._take, self._end = buffers, into_of, take, end
+        self._buffers, self._take, self._end, self._into_of = buffers, take, end, into_of
+        self._max_bytes = max_bytes
         self._payload: tuple[list[Tensor], Tensor | None] | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
         described = json.loads(head)
         flat, into = _flat_buffer(described), self._into_of(described)
+        if flat.nbytes != size:
+            raise WireError(f"a payload of {size} bytes, where the tensors of its head take {flat.nbytes}")
+        if flat.tensor_bytes > self._max_bytes:
+            raise WireError(f"a message of {flat.tensor_bytes} bytes, where at most {self._max_bytes} are expected")
         if into is not None and all(tensor.is_contiguous() for tensor in into):
             self._payload = list(into), None
             return flat.memory_of(into)
