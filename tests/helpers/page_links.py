@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,10 @@ def links(page: str, heading: str = "") -> list[tuple[str, str]]:
 
 @contextmanager
 def order_of_calls(linked: list[tuple[str, str]]) -> Iterator[list[str]]:
-    """Yield a list that has the linked functions, each once, in the order in which this thread calls them inside."""
+    """Yield a list that has the linked functions, each once, in the order in which they are called inside.
+
+    Calls count of this thread, and of threads that are started inside.
+    """
     names = {_code(name, file): name for name, file in linked}
     called: list[str] = []
 
@@ -34,11 +38,13 @@ def order_of_calls(linked: list[tuple[str, str]]) -> Iterator[list[str]]:
         if name is not None and name not in called:
             called.append(name)
 
+    threading.setprofile(look)
     sys.setprofile(look)
     try:
         yield called
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 @contextmanager
