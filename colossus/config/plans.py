@@ -158,6 +158,14 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     return config
 
 
+def require_resolved(config: Config, nproc: int) -> None:
+    """Raise ConfigError unless a config is resolved, for so many processes."""
+    if config.parallel.data is None:
+        raise ConfigError("parallel.data: the config is not resolved: pass what colossus.config.load_config returns")
+    if world_size(config.parallel) != nproc:
+        resolve_sizes(config, nproc)  # raises, with the nearest plans
+
+
 def describe_plan(config: Config) -> str:
     """Return a plan as text: ``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches

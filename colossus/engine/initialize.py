@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
-from colossus.config import Config, load_config, resolve_sizes
+from colossus.config import Config, load_config
+from colossus.config.plans import require_resolved
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
@@ -65,7 +66,7 @@ def initialize(
     ``checkpoint.resume``, `Checkpoints.resume` or `fit` first looks for a checkpoint to resume from.
 
     Args:
-        config: a config, a dict of its sections, or the path of a config file.
+        config: a resolved config (`colossus.config.load_config`), a dict of its sections, or the path of a config file.
         model: a class or function without arguments that builds the model; by default the config's.
         loss_fn: (outputs, batch) -> (sum, count), in the whole layout; by default the model's own ``loss``.
         data: replaces the config's ``data``.
@@ -104,7 +105,7 @@ def make_engine(
 
     ``launch`` returns how a launcher starts the run; all ranks call it at once, before the model is built.
     """
-    config = resolve_sizes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    require_resolved(config, int(os.environ.get("WORLD_SIZE", "1")))
     if model is None and config.model is None:
         raise ValueError("no model: set `model` in the config, or pass model= to colossus.initialize")
     if isinstance(model, nn.Module):
