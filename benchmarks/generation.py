@@ -24,9 +24,9 @@ import colossus
 from benchmarks import common
 from benchmarks.peers.cached import CachedDecoder
 from benchmarks.ranks import RankGroup
+from colossus import registry
 from colossus.checkpoint.state_dict import read_state_dict
 from colossus.inference import Decoding, Sampling, find_source, load_model
-from colossus.registry import MODEL_OPTIONS
 
 MODELS = {"gpt": dict(type="GPT"), "llama": dict(type="Llama", num_kv_heads=4)}
 OURS, TENSOR = "colossus", "colossus-tensor-2"
@@ -153,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             **MODELS[name], "num_layers": arguments.layers, "hidden_size": arguments.hidden, "num_heads": 8,
             "vocab_size": arguments.vocab, "seq_len": arguments.prompt + arguments.tokens,
         }  # fmt: skip
-        options = MODEL_OPTIONS.get(model["type"])(**{key: value for key, value in model.items() if key != "type"})
+        options = registry.MODELS.options(model["type"])(
+            **{key: value for key, value in model.items() if key != "type"}
+        )
         with TemporaryDirectory() as temporary:
             folder = Path(temporary)
             save(folder, model)

@@ -1,8 +1,9 @@
-"""Name -> class tables, in which all names of config files are looked up.
+"""Name -> class tables, in which all names of config files are looked up, each with the class of its options.
 
 Entries are classes registered with the decorator; built-in ones declared as ``"package.module:attribute"`` and imported
 on first use, so that listing names imports no torch; and the classes that the modules of ``package`` register. A config
-may also write ``"package.module:attribute"`` in place of a name.
+may also write ``"package.module:attribute"`` in place of a name. Classes of options, declared in the same way, import
+no torch: `colossus.config.components` checks a config against them before a process starts.
 """
 
 from __future__ import annotations
@@ -31,27 +32,37 @@ class Registry:
     def __init__(
         self,
         kind: str,
-        builtin: Mapping[str, str] | None = None,
+        builtin: Mapping[str, str | tuple[str, str]] | None = None,
         *,
         package: str | None = None,
         refused: Mapping[str, str] | None = None,
+        passed: tuple[str, ...] = (),
     ) -> None:
         """Make a table.
 
         Args:
             kind: the kind of its entries, for messages.
-            builtin: name -> ``"package.module:attribute"``.
+            builtin: name -> ``"package.module:attribute"``, or a pair of these: the entry, and its options.
             package: the package whose modules register classes.
             refused: names that people expect -> why there is no such entry, and the alternative.
+            passed: arguments of entries that the package passes, so that they are no options.
         """
-        self.kind = kind
+        self.kind, self.passed = kind, passed
         self.refused = dict(refused or {})
-        self._builtin = dict(builtin or {})
+        pairs = {name: (path, "") if isinstance(path, str) else path for name, path in (builtin or {}).items()}
+        self._builtin = {name: path for name, (path, _) in pairs.items()}
         self._package = package
         self._entries: dict[str, Any] = {}
+        #: name -> the class of its options, or its path
+        self._options: dict[str, Any] = {name: path for name, (_, path) in pairs.items() if path}
 
-    def register(self, name: str | None = None) -> Callable[[T], T]:
+    def register(self, name: str | None = None, *, options: Any = None) -> Callable[[T], T]:
         """Return a decorator: ``@MODELS.register()`` uses the class name, ``@MODELS.register("gpt")`` another one.
+
+        Args:
+            name: the name.
+            options: the class of its options, which is called with them and raises ValueError for wrong ones; None:
+                they are the arguments of the class.
 
         Raises:
             ValueError: another class already has the name.
@@ -68,6 +79,8 @@ class Registry:
                     f"register('other_name')"
                 )
             self._entries[key] = entry
+            if options is not None:
+                self._options[key] = options
             return entry
 
         return add
@@ -92,9 +105,22 @@ class Registry:
         if name not in self:
             raise ValueError(self.missing(name))
         if name not in self._entries:
-            module, _, attribute = self._builtin[name].partition(":")
-            self._entries[name] = getattr(importlib.import_module(module), attribute)
+            self._entries[name] = _attribute(self._builtin[name])
         return self._entries[name]
+
+    def options(self, name: str) -> Any:
+        """Return the class of the options of a name; None if none is declared."""
+        self._scan()
+        options = self._options.get(name)
+        if isinstance(options, str):
+            options = self._options[name] = _attribute(options)
+        return options
+
+    def name_of(self, entry: Any) -> str | None:
+        """Return the name of a class or function; no built-in class is imported."""
+        self._scan()
+        registered = {_home(other): name for name, other in self._entries.items()}
+        return ({path: name for name, path in self._builtin.items()} | registered).get(_home(entry))
 
     def missing(self, name: str) -> str:
         """Return the message for a name that is not registered."""
@@ -129,6 +155,11 @@ class Registry:
             importlib.import_module(f"{name}.{module.name}")
 
 
+def _attribute(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _home(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}:{getattr(entry, '__qualname__', repr(entry))}"
 
@@ -136,21 +167,12 @@ def _home(entry: Any) -> str:
 MODELS = Registry(
     "model",
     {
-        "GPT": "colossus.models.gpt:GPT",
-        "Llama": "colossus.models.gpt:Llama",
-        "ViT": "colossus.models.vit:ViT",
-        "WordsLM": "colossus.sparse.words_model:WordsLM",
-        "hf": "colossus.convert.hf_model:hf_model",
-        "torch": "colossus.convert.torch_model:torch_model",
-    },
-)
-MODEL_OPTIONS = Registry(
-    "model options",
-    {
-        "GPT": "colossus.models.options:GPTOptions",
-        "Llama": "colossus.models.llama_options:LlamaOptions",
-        "ViT": "colossus.models.vit_options:ViTOptions",
-        "WordsLM": "colossus.sparse.words_options:WordsOptions",
+        "GPT": ("colossus.models.gpt:GPT", "colossus.models.options:GPTOptions"),
+        "Llama": ("colossus.models.gpt:Llama", "colossus.models.llama_options:LlamaOptions"),
+        "ViT": ("colossus.models.vit:ViT", "colossus.models.vit_options:ViTOptions"),
+        "WordsLM": ("colossus.sparse.words_model:WordsLM", "colossus.sparse.words_options:WordsOptions"),
+        "hf": ("colossus.convert.hf_model:hf_model", "colossus.convert.converted_options:HFOptions"),
+        "torch": ("colossus.convert.torch_model:torch_model", "colossus.convert.converted_options:TorchOptions"),
     },
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
@@ -175,10 +197,7 @@ HF_FAMILIES = Registry(
 #: formats of folders with weights that are no checkpoints of ours; each recognises its folders
 WEIGHT_FORMATS = Registry(
     "format of weights",
-    {
-        "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
-        "hf": "colossus.hf.hf_source:HuggingFace",
-    },
+    {"dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint", "hf": "colossus.hf.hf_source:HuggingFace"},
 )
 #: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
@@ -194,22 +213,17 @@ PLAN_COSTS = Registry("cost of plans", {"least_seconds": "colossus.planner.close
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",
-    {
-        "ring": "colossus.sequence_parallel.modes:Ring",
-        "ulysses": "colossus.sequence_parallel.modes:Ulysses",
-        "hybrid": "colossus.sequence_parallel.modes:Hybrid",
-    },
+    {name: f"colossus.sequence_parallel.modes:{name.capitalize()}" for name in ("ring", "ulysses", "hybrid")},
 )
+_DATASETS = {
+    "Digits": "images", "Mix": "mix", "Packed": "documents.packed", "PythonStdlib": "text",
+    "PythonStdlibWords": "words", "TextFolder": "text", "TokenFile": "tokens",
+}  # fmt: skip
 DATASETS = Registry(
     "dataset",
     {
-        "Digits": "colossus.data.images:Digits",
-        "Mix": "colossus.data.mix:Mix",
-        "Packed": "colossus.data.documents.packed:Packed",
-        "PythonStdlib": "colossus.data.text:PythonStdlib",
-        "PythonStdlibWords": "colossus.data.words:PythonStdlibWords",
-        "TextFolder": "colossus.data.text:TextFolder",
-        "TokenFile": "colossus.data.tokens:TokenFile",
+        name: (f"colossus.data.{file}:{name}", f"colossus.data.dataset_options:{name}Options")
+        for name, file in _DATASETS.items()
     },
 )
 #: torch's optimizers that update each element by itself, so that they work on a part of a parameter
@@ -219,27 +233,29 @@ TORCH_OPTIMIZERS = (
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        **{name: f"torch.optim.{name.lower()}:{name}" for name in TORCH_OPTIMIZERS},
+        **{
+            name: (f"torch.optim.{name.lower()}:{name}", f"colossus.optim.torch_options:{name}Options")
+            for name in TORCH_OPTIMIZERS
+        },
         # optimizers of whole parameters
-        "Adafactor": "colossus.optim.adafactor:Adafactor",
-        "LAMB": "colossus.optim.trust_ratio:LAMB",
-        "LARS": "colossus.optim.trust_ratio:LARS",
-        "Muon": "colossus.optim.muon:Muon",
+        "Adafactor": ("colossus.optim.adafactor:Adafactor", "colossus.optim.optimizer_options:AdafactorOptions"),
+        "LAMB": ("colossus.optim.trust_ratio:LAMB", "colossus.optim.optimizer_options:LAMBOptions"),
+        "LARS": ("colossus.optim.trust_ratio:LARS", "colossus.optim.optimizer_options:LARSOptions"),
+        "Muon": ("colossus.optim.muon:Muon", "colossus.optim.optimizer_options:MuonOptions"),
     },
+    passed=("params", "holders", "named_parameters", "lr"),
     refused={
         "LBFGS": "it evaluates the loss several times in a step, but a step of many ranks does so once; use AdamW",
         "SparseAdam": "it takes only sparse gradients; set optimizer.tables = dict(type='SparseAdam') for the tables, "
         "and AdamW for the other parameters",
     },
 )
-#: rules of tables with sparse gradients, each with its options
+#: rules of tables with sparse gradients, each by its options, which make the rule
 TABLE_OPTIMIZERS = Registry(
     "optimizer of tables",
     {
-        "SparseAdam": "colossus.sparse.table_optimizers:sparse_adam",
-        "Adagrad": "colossus.sparse.table_optimizers:adagrad",
-        "RowWiseAdagrad": "colossus.sparse.table_optimizers:rowwise_adagrad",
-        "SGD": "colossus.sparse.table_optimizers:sgd",
+        name: (f"colossus.sparse.table_options:{name}Options", f"colossus.sparse.table_options:{name}Options")
+        for name in ("SparseAdam", "Adagrad", "RowWiseAdagrad", "SGD")
     },
 )
 _LR_SCHEDULES = (
@@ -254,47 +270,33 @@ LR_SCHEDULES = Registry(
     "learning-rate schedule",
     {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES},
     refused={name: f"use torch's by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES},
+    passed=("optimizer", "progress", "min_ratio", "step", "schedule_steps", "warmup_steps", "lr"),
 )
+_SCHEDULES = {"1f1b": "one_f_one_b", "gpipe": "gpipe", "interleaved": "interleaved", "zb-h1": "zb_h1", "zb-v": "zb_v"}
 SCHEDULES = Registry(
     "schedule",
-    {
-        "1f1b": "colossus.schedule.builtin:one_f_one_b",
-        "gpipe": "colossus.schedule.builtin:gpipe",
-        "interleaved": "colossus.schedule.builtin:interleaved",
-        "zb-h1": "colossus.schedule.builtin:zb_h1",
-        "zb-v": "colossus.schedule.builtin:zb_v",
-    },
+    {name: f"colossus.schedule.builtin:{function}" for name, function in _SCHEDULES.items()},
+    passed=("stages", "microbatches"),
 )
+#: strategy -> its class below `colossus.data_parallel`, and its options below `colossus.data_parallel.options`
+_STRATEGIES = {
+    "ad-psgd": ("gossip.ad_psgd:ADPSGD", "gossip_options:ADPSGDOptions"),
+    "all_reduce": ("all_reduce:AllReduce", "exact_options:AllReduceOptions"),
+    "d-psgd": ("gossip.gossip:DPSGD", "gossip_options:DPSGDOptions"),
+    "diloco": ("rounds:DiLoCo", "strategy_options:DiLoCoOptions"),
+    "hierarchical": ("all_reduce:Hierarchical", "exact_options:HierarchicalOptions"),
+    "hybrid": ("all_reduce:Hybrid", "exact_options:HybridOptions"),
+    "local_sgd": ("rounds:LocalSGD", "strategy_options:AveragingOptions"),
+    "server": ("servers.async_sgd:make_server", "server_options:ServerOptions"),
+    "sgp": ("gossip.gossip:SGP", "gossip_options:SGPOptions"),
+    "slowmo": ("rounds:SlowMo", "strategy_options:SlowMoOptions"),
+    "zero": ("zero.zero:Zero", "exact_options:ZeroOptions"),
+}
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
-        "ad-psgd": "colossus.data_parallel.gossip.ad_psgd:ADPSGD",
-        "all_reduce": "colossus.data_parallel.all_reduce:AllReduce",
-        "d-psgd": "colossus.data_parallel.gossip.gossip:DPSGD",
-        "diloco": "colossus.data_parallel.rounds:DiLoCo",
-        "hierarchical": "colossus.data_parallel.all_reduce:Hierarchical",
-        "hybrid": "colossus.data_parallel.all_reduce:Hybrid",
-        "local_sgd": "colossus.data_parallel.rounds:LocalSGD",
-        "server": "colossus.data_parallel.servers.async_sgd:make_server",
-        "sgp": "colossus.data_parallel.gossip.gossip:SGP",
-        "slowmo": "colossus.data_parallel.rounds:SlowMo",
-        "zero": "colossus.data_parallel.zero.zero:Zero",
-    },
-)
-#: options of strategies, with the check that they fit the plan
-STRATEGY_OPTIONS = Registry(
-    "options of a data-parallel strategy",
-    {
-        "ad-psgd": "colossus.data_parallel.options.gossip_options:ADPSGDOptions",
-        "d-psgd": "colossus.data_parallel.options.gossip_options:DPSGDOptions",
-        "all_reduce": "colossus.data_parallel.options.exact_options:AllReduceOptions",
-        "diloco": "colossus.data_parallel.options.strategy_options:DiLoCoOptions",
-        "hierarchical": "colossus.data_parallel.options.exact_options:HierarchicalOptions",
-        "hybrid": "colossus.data_parallel.options.exact_options:HybridOptions",
-        "local_sgd": "colossus.data_parallel.options.strategy_options:AveragingOptions",
-        "server": "colossus.data_parallel.options.server_options:ServerOptions",
-        "sgp": "colossus.data_parallel.options.gossip_options:SGPOptions",
-        "slowmo": "colossus.data_parallel.options.strategy_options:SlowMoOptions",
+        name: (f"colossus.data_parallel.{strategy}", f"colossus.data_parallel.options.{options}")
+        for name, (strategy, options) in _STRATEGIES.items()
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
@@ -308,7 +310,10 @@ _MONITOR_HOOKS = {
     "EarlyStop": "early_stop", "Histograms": "histograms", "MLflow": "mlflow_run", "SWA": "averages",
     "TensorBoard": "tensorboard", "Throughput": "throughput", "WandB": "wandb_run",
 }  # fmt: skip
-HOOKS = Registry("hook", {name: f"colossus.monitor.hooks.{file}:{name}" for name, file in _MONITOR_HOOKS.items()})
-HOOK_OPTIONS = Registry(
-    "options of a hook", {name: f"colossus.monitor.hooks.options:{name}Options" for name in _MONITOR_HOOKS}
+HOOKS = Registry(
+    "hook",
+    {
+        name: (f"colossus.monitor.hooks.{file}:{name}", f"colossus.monitor.hooks.options:{name}Options")
+        for name, file in _MONITOR_HOOKS.items()
+    },
 )

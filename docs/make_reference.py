@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from colossus.cli import main as cli
 from colossus.config.printed import all_keys
 from colossus.config.schema import Config
-from colossus.registry import GRAPHS, HOOK_OPTIONS, MODEL_OPTIONS, STRATEGY_OPTIONS
+from colossus.registry import DATASETS, GRAPHS, HOOKS, MODELS, OPTIMIZERS, STRATEGIES
 
 #: page -> (title, what is on it, modules whose ``__all__`` is, more names)
 API: dict[str, tuple[str, str, list[str], list[str]]] = {
@@ -105,7 +105,7 @@ def _config() -> str:
         "# Config keys",
         "Every key of a config file. `colossus config FILE --help KEY` prints the same, with the options of the model "
         "and strategy of that file. A bare number where a section is expected sets its size; a bare name sets its "
-        "`type`. Options of [models, strategies, hooks and graphs](options.md) are on a page of their own.",
+        "`type`. Options of [models, data, optimizers, strategies, hooks and graphs](options.md) have their own page.",
         "## Top level",
     ]
     for parent, rows in _grouped(all_keys(section=Config)).items():
@@ -117,21 +117,25 @@ def _config() -> str:
 
 def _options() -> str:
     sections = [
-        "# Models, strategies, hooks, graphs",
+        "# Models, data, optimizers, strategies, hooks, graphs",
         "## Models",
         'Options of `model = dict(type="...")`.',
     ]
-    for name in MODEL_OPTIONS.names():
-        sections += [f"### `{name}`", *_of(MODEL_OPTIONS.get(name))]
+    for name in MODELS.names():
+        sections += [f"### `{name}`", *_of(MODELS.options(name))]
+    for title, key, registry in (("Data", "data", DATASETS), ("Optimizers", "optimizer", OPTIMIZERS)):
+        sections += [f"## {title}", f'Options of `{key} = dict(type="...")`.']
+        for name in registry.names():
+            sections += [f"### `{name}`", *_of(registry.options(name))]
     sections += [
         "## Strategies",
         'Options of `parallel.strategy = dict(type="...")`. What each does: [](../strategies.md).',
     ]
-    for name in STRATEGY_OPTIONS.names():
-        sections += [f"### `{name}`", *_of(STRATEGY_OPTIONS.get(name))]
+    for name in STRATEGIES.names():
+        sections += [f"### `{name}`", *_of(STRATEGIES.options(name))]
     sections += ["## Hooks", 'Options of `hooks = [dict(type="...")]`. What each does: [](../hooks.md).']
-    for name in HOOK_OPTIONS.names():
-        sections += [f"### `{name}`", *_of(HOOK_OPTIONS.get(name))]
+    for name in HOOKS.names():
+        sections += [f"### `{name}`", *_of(HOOKS.options(name))]
     sections += [
         "## Graphs",
         'Of `parallel.strategy.graph`: a name, or `dict(type="...", **options)`.',

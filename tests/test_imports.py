@@ -69,8 +69,8 @@ LEAVES = {
     "picture": set(),
     "chart": {"picture"},
     "error_place": set(),
-    "graphs": {"registry", "arithmetic"},
-    "config": {"registry", "import_path", "config_module", "_lazy", "arithmetic", "graphs"},
+    "graphs": {"registry", "arithmetic", "config"},
+    "config": {"registry", "import_path", "config_module", "_lazy", "arithmetic"},
 }
 
 

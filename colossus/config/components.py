@@ -1,191 +1,186 @@
-"""Options of named components, ``dict(type=.., **options)``: their names and ranges, checked without torch.
+"""Options of named components, ``dict(type=.., **options)``: their names, types and ranges, checked without torch.
 
-A misspelt ``optimizer.weight_decya`` should be found before processes start. Built-in components live in modules that
-import torch, so their source is parsed instead of run; registered classes and callables are inspected.
+Each built-in component is declared in `colossus.registry` with the class of its options, a pydantic model beside it
+that imports no torch; or the component imports none, and the annotations of its arguments are the model. Of a user's
+own class or function the names of its arguments are known.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import types
+import typing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
-from colossus.config.errors import brief, explain, unknown_key
-from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
-from colossus.config.schema import ReadingOptions
-from colossus.config.section import FROM_LIST, Named, NotNegative, Positive, Section
+from colossus.config.errors import ConfigError, explain
+from colossus.config.schema import Config, ReadingOptions
+from colossus.config.section import Named, Section
+from colossus.import_path import is_path
 from colossus.registry import (
     DATASETS,
-    HOOK_OPTIONS,
     HOOKS,
+    LR_SCHEDULES,
+    MODELS,
     OPTIMIZERS,
+    SCHEDULES,
+    STRATEGIES,
     TABLE_OPTIMIZERS,
-    TORCH_OPTIMIZERS,
     Registry,
 )
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("Mix", "Packed", "PythonStdlib", "TextFolder")
-#: arguments of an optimizer that the engine passes, and no config
-_FROM_ENGINE = ("params", "holders", "named_parameters")
 
 
 def is_text(kind: Any) -> bool:
     """Return whether ``data.type``, a name or the class itself, is one of `BYTE_DATASETS`."""
-    if isinstance(kind, str):
-        return kind in BYTE_DATASETS
-    module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
-    return str(module).startswith("colossus.data.") and name in BYTE_DATASETS
+    return (kind if isinstance(kind, str) else DATASETS.name_of(kind)) in BYTE_DATASETS
+
+
+def named_components(config: Config) -> list[tuple[str, Named, Registry]]:
+    """Return (key, section, registry) of each component that a config names."""
+    entries: list[tuple[str, Any, Registry]] = [
+        ("model", config.model, MODELS),
+        ("data", config.data, DATASETS),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+        ("optimizer.tables", config.optimizer.tables, TABLE_OPTIMIZERS),
+        ("lr_schedule", config.lr_schedule, LR_SCHEDULES),
+        ("schedule", config.schedule, SCHEDULES),
+        ("parallel.strategy", config.parallel.strategy, STRATEGIES),
+    ]
+    entries += [(f"hooks.{number}", hook, HOOKS) for number, hook in enumerate(config.hooks)]
+    return [(key, section, registry) for key, section, registry in entries if isinstance(section, Named)]
+
+
+def options_of(key: str, named: Named | None, registry: Registry) -> Any:
+    """Return the checked options of a component, of the class that is declared for it; None if there is none.
+
+    Raises:
+        ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
+    """
+    section = registry.options(named.type) if named is not None and isinstance(named.type, str) else None
+    if named is None or section is None:
+        return None
+    options, problems = _validated(key, named.options, section)
+    if problems:
+        raise ConfigError(problems)
+    return options
 
 
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
-    """Return a line for each option of ``named`` that its component does not have, or not with this value."""
-    accepted = parameters(named.type, registry)
-    if accepted is not None and registry is OPTIMIZERS:
-        accepted = [name for name in accepted if name not in _FROM_ENGINE]
-    reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
-    names = _unknown(key, named, [*accepted, *reading]) if accepted is not None else []
-    values = _range_problems(key, named.type, named.options, registry)
-    problems = names + values
+    """Return a line if there is no such component, and one for each option that it has not, or not with this value."""
+    kind = named.type
+    if is_path(kind):
+        try:
+            kind = registry.get(kind)
+        except ValueError as error:
+            return [f"{key}.type: {error}"]
+    if isinstance(kind, str) and kind not in registry:
+        return [f"{key}.type: {registry.missing(kind)}"]
+    section, own = describe(kind, registry), list(type(named).model_fields)
+    reading = [*ReadingOptions.model_fields, "validation"] if registry is DATASETS else []
+    of_reader = {name: value for name, value in named.options.items() if name in reading}
+    problems = _validated(key, of_reader, ReadingOptions)[1]
+    if section is None:
+        return problems
+    options = {name: value for name, value in named.options.items() if name not in of_reader}
+    title = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
+    problems += _validated(key, options, section, title, own, reading)[1]
+    of_groups = getattr(section, "of_groups", ())
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
+        changed = {**options, **{name: value for name, value in rule.options.items() if name not in of_groups}}
         rule_key = f"{key}.groups.{number}"
-        group_options = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
-        class_options = [name for name in accepted or () if name != "lr"]
-        names = _unknown(rule_key, rule, [*class_options, *group_options]) if accepted is not None else []
-        together = _range_problems(rule_key, named.type, {**named.options, **rule.options}, registry)
-        problems += names + [problem for problem in together if problem.replace(rule_key, key, 1) not in values]
+        more = _validated(rule_key, changed, section, title, list(type(rule).model_fields), of_groups)[1]
+        problems += [problem for problem in more if problem.replace(rule_key, key, 1) not in problems]
     return problems
 
 
-def _unknown(key: str, section: Named | GroupRule, accepted: Sequence[str]) -> list[str]:
-    accepted = list(dict.fromkeys([*type(section).model_fields, *accepted]))
-    wrong = [option for option in section.options if option not in accepted]
-    return [f"{key}.{option}: {unknown_key(f'{key}.{option}', accepted)}" for option in wrong]
+def _validated(
+    key: str,
+    options: Mapping[str, Any],
+    section: type[Any],
+    title: str = "the component",
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> tuple[Any, list[str]]:
+    """Return the options of a component, or None and a line for each problem.
 
-
-# -- names ----------------------------------------------------------------------------------------------------
-
-
-def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
-    """Return the names of a component's arguments, or None if it accepts any or they are unknown."""
-    component = registry._entries.get(kind) if isinstance(kind, str) else kind
-    if component is None:
-        module, _, name = registry._builtin.get(str(kind), "").partition(":")
-        return _parsed(module, name) if name else None
+    Args:
+        key: the key of the component.
+        options: its options.
+        section: the class of its options: a pydantic model, or a user's own class.
+        title: the name of the component, for messages.
+        before, after: further keys that may stand beside the options, for messages.
+    """
     try:
-        arguments = inspect.signature(component).parameters.values()
-    except (TypeError, ValueError):
+        return section(**options), []
+    except ValidationError as error:
+        problems = explain(error, section, key, before, after)
+        needed = f"is missing: {title} needs it"
+        return None, [f"{path}: {needed if text == 'is missing' else text}" for path, text in problems.items()]
+    except (TypeError, ValueError) as error:
+        return None, [f"{key}: {error}"]
+
+
+# -- descriptions -----------------------------------------------------------------------------------------------
+
+
+def describe(kind: str | Callable[..., Any], registry: Registry) -> type[BaseModel] | None:
+    """Return the class of a component's options; None if it takes any, or they are unknown.
+
+    Args:
+        kind: its name in the registry, or the component itself.
+        registry: the registry of its kind.
+    """
+    name = kind if isinstance(kind, str) else registry.name_of(kind)
+    if name is not None and (declared := registry.options(name)) is not None:
+        return declared
+    component = registry.get(kind) if isinstance(kind, str) else kind
+    try:
+        return _of_signature(component, registry.passed)
+    except TypeError:  # it cannot be hashed
         return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in arguments):
-        return None
-    return [parameter.name for parameter in arguments if parameter.kind is not parameter.POSITIONAL_ONLY]
+
+
+class _Arguments(Section):
+    """The options that the signature of a component states."""
 
 
 @cache
-def _parsed(module: str, name: str) -> list[str] | None:
-    top, *below = module.split(".")
-    spec = importlib.util.find_spec(top)  # find_spec of the whole name would import its parent packages
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
-    if not file.is_file():
-        return None
-    body, wanted, num_bound = ast.parse(file.read_text(encoding="utf-8")).body, name, 0
-    for node in body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            body, wanted, num_bound = node.body, "__init__", 1
-    for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == wanted and node.args.kwarg is None:
-            return [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
-    return None
-
-
-# -- values ---------------------------------------------------------------------------------------------------
-
-
-def _only(right: Any, why: str) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value != right:
-            raise ValueError(f"{why}, got {brief(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class _Ranges(Section):
-    """The ranges of options, for any component that has them."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Optimizer(_Ranges):
-    weight_decay: NotNegative = 0.0
-    eps: NotNegative = 0.0
-    momentum: NotNegative = 0.0
-    dampening: float = 0.0
-    betas: Annotated[tuple[Beta, Beta], FROM_LIST] = (0.9, 0.999)
-    amsgrad: bool = False
-    nesterov: bool = False
-    fused: bool = False
-
-
-class _Exact(_Optimizer):
-    """Options of optimizers that need whole parameters."""
-
-    momentum: Beta = 0.9
-
-
-class _LARS(_Exact):
-    trust_coefficient: Positive = 1e-3
-
-
-class _Adafactor(_Ranges):
-    weight_decay: NotNegative = 0.0
-    beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    d: Annotated[float, Field(ge=1)] = 1.0
-    eps: Annotated[tuple[NotNegative | None, NotNegative], FROM_LIST] = (None, 1e-3)
-
-
-class _Muon(_Exact):
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
-    dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
-    ns_coefficients: Annotated[tuple[float, float, float], FROM_LIST] = (3.4445, -4.775, 2.0315)
-    adamw: dict[str, Any] | None = None
-
-
-_EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LARS": _LARS, "Muon": _Muon}
-
-
-class _TableOptimizer(_Optimizer):
-    """Options of an optimizer of tables with sparse gradients."""
-
-    weight_decay: Annotated[float, _only(0, "must be 0: rows that a step has not looked up would not decay")] = 0.0
-    amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
-
-
-def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Registry) -> list[str]:
-    ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
-    section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
-    if registry is HOOKS and kind in HOOK_OPTIONS:
-        section = HOOK_OPTIONS.get(kind)
-    if registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
-        section = _EXACT.get(kind) if isinstance(kind, str) else None
-    if section is None:
-        return []
+def _of_signature(component: Any, passed: tuple[str, ...]) -> type[BaseModel] | None:
     try:
-        checked = section.model_validate(options)
-    except ValidationError as error:
-        return [f"{path}: {problem}" for path, problem in explain(error, section, key).items()]
-    if isinstance(checked, _Optimizer) and checked.nesterov and (not checked.momentum or checked.dampening):
-        return [f"{key}.nesterov: needs a momentum above 0 and no dampening"]
-    return []
+        arguments = list(inspect.signature(component).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(argument.kind is argument.VAR_KEYWORD or argument.name.startswith("_") for argument in arguments):
+        return None
+    kinds: dict[str, Any] = {}
+    is_ours = str(getattr(component, "__module__", "")).startswith("colossus.")
+    if is_ours:
+        function = component.__init__ if inspect.isclass(component) else component
+        with contextlib.suppress(NameError):  # a type that is imported for checkers alone
+            kinds = typing.get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for place, argument in enumerate(arguments):
+        # a user's own function may have an option where the package would pass a value
+        is_passed = argument.name in passed and (is_ours or place == 0)
+        if is_passed or argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+            continue
+        is_required = is_ours and argument.default is argument.empty
+        default = ... if is_required else argument.default if is_ours else None
+        fields[argument.name] = (_checked(kinds.get(argument.name, Any)), default)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an argument may be called as a method of pydantic's is
+        return create_model("Options", __base__=_Arguments, **fields)
+
+
+def _checked(kind: Any) -> Any:
+    """Return the type that is checked: of two classes (a path or a string), the component itself checks which."""
+    classes = [one for one in typing.get_args(kind) if one is not type(None)]
+    return Any if isinstance(kind, types.UnionType) and len(classes) > 1 else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -56,13 +56,20 @@ class ConfigError(ValueError):
         return f"{where}{len(self.problems)} problems\n{listed}"
 
 
-def explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> dict[str, str]:
+def explain(
+    error: ValidationError,
+    root: type[BaseModel],
+    prefix: str = "",
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> dict[str, str]:
     """Return the problems of ``error`` by full key path.
 
     Args:
         error: an error of the validator.
         root: the section class that was validated.
         prefix: the key path of that section, empty for the whole file.
+        before, after: further keys that may stand beside those of the section.
     """
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False):
@@ -73,7 +80,8 @@ def explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> 
             section = root
             for key in item["loc"][:-1]:
                 section = subsection(section.model_fields[str(key)].annotation) or section
-            problems[path] = unknown_key(path, [*section.model_fields], None if prefix else root)
+            keys = [*section.model_fields] if len(item["loc"]) > 1 else [*before, *section.model_fields, *after]
+            problems[path] = unknown_key(path, list(dict.fromkeys(keys)), None if prefix else root)
         elif item["type"] == "missing":
             wanted = 'needs a type: dict(type="...", **options)' if item["loc"][-1] == "type" else "is missing"
             problems[path] = wanted

@@ -6,20 +6,13 @@ No torch, unless the schedule is a scheduler of torch.
 from __future__ import annotations
 
 import inspect
-import typing
 from array import array
 from collections.abc import Callable
-from functools import cache
 from typing import Any, SupportsFloat
 
-from pydantic import ConfigDict, ValidationError, create_model
-
-from colossus.config.errors import brief, explain
+from colossus.config.errors import brief
 from colossus.config.schema import Config, LRSchedule
 from colossus.registry import LR_SCHEDULES
-
-#: arguments that a shape may have beside its options
-_PLACE = ("progress", "min_ratio", "step", "schedule_steps", "warmup_steps", "lr")
 
 #: most steps of a torch scheduler that a check runs; each takes some 10 us
 _LOOK_AHEAD = 10_000
@@ -129,23 +122,13 @@ class _TorchScheduler:
 # -- problems of a schedule ---------------------------------------------------------------------------------------
 
 
-class _Strict(LRSchedule):
-    model_config = ConfigDict(extra="forbid")
-
-
 def learning_rate_problems(config: Config) -> list[str]:
-    """Return the problems of ``lr_schedule``: its options, and its values at some steps.
+    """Return the problems of the values of ``lr_schedule``, whose options are checked, at some steps.
 
     The steps are the first after the warm-up, one in the middle, and the last.
     """
     schedule, shape = config.lr_schedule, _component(config.lr_schedule)
     is_ours = str(getattr(shape, "__module__", "")).startswith("colossus.")
-    if is_ours:
-        section = _section_of(shape)
-        try:
-            section.model_validate(schedule.spec())
-        except ValidationError as error:
-            return [f"{path}: {problem}" for path, problem in explain(error, section, "lr_schedule").items()]
     rates, first = LearningRates(config), schedule.warmup_steps
     last = max(first, config.train.steps - 1)
     if makes_scheduler(shape):
@@ -179,15 +162,3 @@ def _parameters(shape: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(shape).parameters)
     except (TypeError, ValueError):
         return []
-
-
-@cache
-def _section_of(shape: Callable[..., Any]) -> type[LRSchedule]:
-    """Return the section ``lr_schedule`` with the options of one of our shapes, from its signature."""
-    kinds = typing.get_type_hints(shape, include_extras=True)
-    options: dict[str, Any] = {
-        name: (kinds[name], ... if parameter.default is parameter.empty else parameter.default)
-        for name, parameter in inspect.signature(shape).parameters.items()
-        if name not in _PLACE
-    }
-    return create_model("LRSchedule", __base__=_Strict, **options)

@@ -8,9 +8,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from colossus.config.section import FROM_LIST, Named, Names, Positive, Section, require_type
 
-#: options of parameter groups alone, by optimizer
-GROUP_OPTIONS = {"LAMB": ("adapt",), "LARS": ("adapt",), "Muon": ("muon",)}
-
 
 class TableOptimizer(Named):
     """The optimizer of tables with sparse gradients, if it differs from that of other parameters."""

@@ -9,63 +9,22 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import ValidationError
-
 from colossus.arithmetic import divisors, expert_factor, factors, not_a_multiple
-from colossus.config.components import option_problems
-from colossus.config.errors import ConfigError, explain
+from colossus.config.components import named_components, option_problems, options_of
+from colossus.config.errors import ConfigError
 from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.reproducible import reproducible_plan
 from colossus.config.schema import Config, Parallel
-from colossus.config.section import Named
-from colossus.import_path import is_path
-from colossus.registry import (
-    DATASETS,
-    HOOKS,
-    LR_SCHEDULES,
-    MODEL_OPTIONS,
-    MODELS,
-    OPTIMIZERS,
-    PLAN_COSTS,
-    SCHEDULES,
-    SEQUENCE_MODES,
-    STRATEGIES,
-    STRATEGY_OPTIONS,
-    TABLE_OPTIMIZERS,
-    TENSOR_MODES,
-    Registry,
-)
+from colossus.registry import MODELS, PLAN_COSTS, SEQUENCE_MODES, STRATEGIES, TENSOR_MODES
 
 
 def check_names(config: Config) -> None:
     """Raise ConfigError unless every ``type`` can be found and has the options that are set."""
-    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # the option classes check these
-    named: list[tuple[str, Any, Registry]] = [
-        ("model", config.model, MODELS),
-        ("data", config.data, DATASETS),
-        ("optimizer", config.optimizer, OPTIMIZERS),
-        ("optimizer.tables", config.optimizer.tables, TABLE_OPTIMIZERS),
-        ("lr_schedule", config.lr_schedule, LR_SCHEDULES),
-        ("schedule", config.schedule, SCHEDULES),
-        ("parallel.strategy", config.parallel.strategy, STRATEGIES),
-    ]
-    named += [(f"hooks.{number}", hook, HOOKS) for number, hook in enumerate(config.hooks)]
     problems = []
-    for key, value, registry in named:
-        if not isinstance(value, Named):
-            continue
-        if is_path(value.type):
-            try:
-                value = value.model_copy(update={"type": registry.get(value.type)})
-            except ValueError as error:
-                problems.append(f"{key}.type: {error}")
-                continue
-        if isinstance(value.type, str) and value.type not in registry:
-            problems.append(f"{key}.type: {registry.missing(value.type)}")
-        elif registry is LR_SCHEDULES:
-            problems += learning_rate_problems(config)
-        elif value.type not in own_options.get(registry.kind, ()):
-            problems += option_problems(key, value, registry)
+    for key, named, registry in named_components(config):
+        problems += option_problems(key, named, registry)
+    if not any(problem.startswith("lr_schedule") for problem in problems):
+        problems += learning_rate_problems(config)
     for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
         mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
@@ -80,7 +39,7 @@ def strategy_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
     """
-    return _options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
+    return options_of("parallel.strategy", config.parallel.strategy, STRATEGIES)
 
 
 def model_options(config: Config) -> Any:
@@ -92,19 +51,8 @@ def model_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
     """
-    return _options("model", config.model, MODEL_OPTIONS)
-
-
-def _options(key: str, named: Named | None, registry: Registry) -> Any:
-    if named is None or not isinstance(named.type, str) or named.type not in registry:
-        return None
-    options = registry.get(named.type)
-    try:
-        return options(**named.options)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {problem}" for path, problem in explain(error, options, key).items()) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
+    options = options_of("model", config.model, MODELS)
+    return options if hasattr(options, "check") else None
 
 
 def resolve_sizes(config: Config, nproc: int | None = None) -> Config:

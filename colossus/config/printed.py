@@ -16,10 +16,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from colossus.config.components import named_components
 from colossus.config.errors import ConfigError, subsection
 from colossus.config.plans import model_options
 from colossus.config.schema import Config
-from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
+from colossus.registry import nearest
 
 #: a user's name, password or token in an address
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@]+@")
@@ -129,16 +130,15 @@ def all_keys(
         section: section to begin with.
         path: path of that section, with a dot.
     """
+    named = named_components(config) if config is not None else ()
+    components = {key: component.options(at.type) for key, at, component in named if isinstance(at.type, str)}
     for name, field in section.model_fields.items():
         below = subsection(field.annotation)
         default = "" if field.default is PydanticUndefined else f", by default {field.default!r}"
         kind = "" if below else _type(field.annotation, field.metadata)
         yield path + name, kind + default if kind else "", _comment(section, name)
-        registry = {"model": MODEL_OPTIONS, "parallel.strategy": STRATEGY_OPTIONS}.get(path + name)
-        if registry is not None and config is not None:
-            named = config.model if name == "model" else config.parallel.strategy
-            if named is not None and isinstance(named.type, str) and named.type in registry:
-                below = registry.get(named.type)
+        if path + name in components:
+            below = components[path + name] or below
         if below is not None:
             yield from all_keys(config, below, f"{path}{name}.")
 

@@ -70,7 +70,7 @@ class DataSpec:
         """
         if self.is_data:
             return self.kind
-        return call_with_options(self.kind, self.options, defaults, "data")
+        return call_with_options(self.kind, self.options, defaults, "data", DATASETS)
 
 
 def parse_data(data: Any) -> DataSpec:

@@ -14,8 +14,6 @@ from torch import nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
-from colossus.config.errors import brief
-from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.optimizer_trial import UntriedError, trial_problem
@@ -113,7 +111,7 @@ def build_optimizer(
     """
     context = holders.context
     if factory is None:
-        require_options(config.optimizer, context)
+        require_options(config.optimizer)
     named = [(spec_of(param).name, param) for param in params]
     optimizer = make_optimizer(factory, config, named, holders, groups)
     problem, untried = None, ""
@@ -266,11 +264,8 @@ def _refusal(kind: type) -> str | None:
     return next((why for name, why in OPTIMIZERS.refused.items() if issubclass(kind, getattr(torch.optim, name))), None)
 
 
-def require_options(section: OptimizerSection, context: ParallelContext) -> None:
-    """Raise ConfigError unless the class of a config accepts its options, and those of its groups.
-
-    It is constructed once. The error has the message of the class, and the option that caused it.
-    """
+def require_options(section: OptimizerSection) -> None:
+    """Raise ConfigError unless the class of a config can be used, with groups and with whole parameters if they are."""
     kind = _class_of(section)
     name = getattr(kind, "__name__", str(kind))
     if (section.has_groups or section.tables is not None) and _takes(kind, "named_parameters"):
@@ -282,37 +277,5 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
         raise ConfigError(
             f"optimizer.whole: {name} computes with whole parameters by itself, and sends less: remove optimizer.whole"
         )
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
-        return
-    if words := _refusal(kind):
+    if isinstance(kind, type) and (words := _refusal(kind)):
         raise ConfigError(f"optimizer.type: {name}: {words}")
-    group_options = GROUP_OPTIONS.get(section.type, ()) if isinstance(section.type, str) else ()
-    sections = {"optimizer": section.arguments}
-    for number, rule in enumerate(section.groups):
-        own = {key: value for key, value in rule.options.items() if key not in group_options}
-        sections[f"optimizer.groups.{number}"] = own
-    for key, own in sections.items():
-        if words := _options_refused(kind, {**section.arguments, **own}, own, context):
-            raise ConfigError(f"{key}{words}")
-
-
-def _options_refused(
-    kind: Callable[..., Any], options: dict[str, Any], own: Iterable[str], context: ParallelContext
-) -> str | None:
-    """Return the error of a class when it is made with these options, and which of ``own`` has caused it; else None."""
-    holders = {"holders": Holders(context, ())} if _takes(kind, "holders") else {}
-
-    def refused(**options: Any) -> str | None:
-        try:
-            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return None
-
-    words = refused(**options)
-    if words is None:
-        return None
-    for name in own:
-        if refused(**{key: value for key, value in options.items() if key != name}) is None:
-            return f".{name}: {words}" + ("" if "got " in words else f", got {brief(options[name])}")
-    return f": {words}"

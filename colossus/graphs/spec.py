@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from colossus.config.components import option_problems
+from colossus.config.section import Named
 from colossus.graphs.graph_family import GraphFamily, Sends
 from colossus.registry import GRAPHS
 
@@ -40,10 +42,9 @@ def make_family(spec: Any) -> GraphFamily:
             f"{make!r}"
         )
     if inspect.isclass(make) and issubclass(make, GraphFamily):
-        try:
-            return make(**options)
-        except TypeError as error:
-            raise ValueError(f"graph {name_of_graph(kind)!r}: {error}") from None
+        if problems := option_problems("graph", Named(type=make, **options), GRAPHS):
+            raise ValueError("; ".join(problems))
+        return make(**options)
     return OwnFunction(make, options)
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import TOKEN_IDS
 from colossus.layout.layout import Box
-from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
+from colossus.registry import HF_FAMILIES, MODELS
 
 Shape = tuple[int, ...]
 
@@ -197,7 +197,7 @@ class Family(ABC):
         for name, wanted in self.required.items():
             if config.get(name) not in (None, wanted):
                 problems.append(f"{name} = {config[name]!r}: colossus has {wanted!r} only")
-        fields = MODEL_OPTIONS.get(self.ours[0]).model_fields
+        fields = MODELS.options(self.ours[0]).model_fields
         spec: dict[str, Any] = {"type": self.ours[0]}
         for name, value in self.fixed.items():
             if name.partition(".")[0] in fields:
@@ -309,7 +309,7 @@ def family_of(kind: str, options: Any) -> Family:
                 return family
             refused.append((len(differences), family.model_type, ", ".join(differences)))
     if not refused:
-        names = ", ".join(MODEL_OPTIONS.names())
+        names = ", ".join(sorted({ours for name in HF_FAMILIES.names() for ours in HF_FAMILIES.get(name)().ours}))
         raise CheckpointError(
             f"the model cannot be written for Hugging Face: it is a {kind}; models that can be written are {names}"
         )

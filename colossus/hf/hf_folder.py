@@ -26,7 +26,7 @@ from colossus.checkpoint.manifest import (
 from colossus.checkpoint.weight_sources import LABELS, TOKEN_IDS
 from colossus.config.errors import explain
 from colossus.hf.family import Family, Row
-from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
+from colossus.registry import HF_FAMILIES, MODELS
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -88,7 +88,7 @@ def spec_of(path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any])
             options_of(spec)
         except ValidationError as error:
             theirs = {key.ours: key.theirs for key in family.keys}
-            for option_path, problem in explain(error, MODEL_OPTIONS.get(spec["type"])).items():
+            for option_path, problem in explain(error, MODELS.options(spec["type"])).items():
                 option, dot, inside = option_path.partition(".")
                 name = theirs.get(option_path, f"{theirs.get(option, option)}{dot}{inside}")
                 problems.append(f"{name}: {problem}")
@@ -103,7 +103,7 @@ def spec_of(path: Path, config: Mapping[str, Any], overrides: Mapping[str, Any])
 
 def options_of(spec: Mapping[str, Any]) -> Any:
     """Return the checked options of ``dict(type=.., **options)``."""
-    return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    return MODELS.options(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
 
 
 def non_model_config(config: Mapping[str, Any]) -> dict[str, Any]:

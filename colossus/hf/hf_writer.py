@@ -27,7 +27,7 @@ from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE
 from colossus.hf.native import native_config, native_rows
 from colossus.hf.peft_folder import has_adapters, plan_adapters
-from colossus.registry import MODEL_OPTIONS
+from colossus.registry import MODELS
 from colossus.state.model_state_dict import stream_state_dict, whole_tensors
 from colossus.state.replicas import common_weights
 
@@ -97,7 +97,7 @@ def save(
         world = context.group(context.grid.names)
         our_tensors = whole_tensors(engine.model, context)
         options = getattr(engine.model, "options", None)
-        kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
+        kind = next((name for name in MODELS.names() if MODELS.options(name) is type(options)), None)
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
@@ -143,7 +143,8 @@ def to_hf(
     spec = dict(reader.manifest.config.get("model") or {})
     kind = str(spec.pop("type", "model that its checkpoint does not name"))
     try:
-        options = MODEL_OPTIONS.get(kind)(**spec) if kind in MODEL_OPTIONS else None
+        declared = MODELS.options(kind)
+        options = declared(**spec) if hasattr(declared, "check") else None
     except ValidationError as error:
         raise CheckpointError(f"{reader.folder}: its model cannot be understood: {error}") from None
     names = reader.manifest.names("model")

@@ -13,10 +13,11 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import match_weights
 from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, Named, model_options
+from colossus.config.components import options_of
 from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
-from colossus.registry import HOOK_OPTIONS, MODELS, STRATEGIES
+from colossus.registry import HOOKS, MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def check_required(config: Config) -> None:
     lines = {"model": "model = dict(type='GPT', ...), or your own class", "data": "data = dict(type='PythonStdlib')"}
     missing = [f"{key}: the config has none: {line}" for key, line in lines.items() if getattr(config, key) is None]
     for number, hook in enumerate(config.hooks):
-        if isinstance(hook, Named) and hook.type in HOOK_OPTIONS:
-            options = HOOK_OPTIONS.get(hook.type)(**hook.options)
+        options = options_of(f"hooks.{number}", hook, HOOKS) if isinstance(hook, Named) else None
+        if options is not None:
             missing += [f"hooks.{number}: {hook.type} {problem}" for problem in options.problems(config)]
     if missing:
         raise ConfigError(missing, config.source)
@@ -89,7 +90,7 @@ def check_model(config: Config) -> ModelInfo | None:
     total, rules = 0, list[str]()
     try:
         context = ParallelContext.from_config(config, connect=False)
-        require_options(config.optimizer, context)
+        require_options(config.optimizer)
         if spec is None:
             return None
         pipeline = PipelineRuntime(config, context)

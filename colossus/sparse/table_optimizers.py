@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from colossus.config.components import options_of
 from colossus.config.optimizer_section import Optimizer
 from colossus.registry import OPTIMIZERS, TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
@@ -105,62 +106,5 @@ def set_table_options(optimizer: Any, section: Optimizer) -> None:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
         if section.tables is not None:
-            spec = section.tables.spec()
-            rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
-            group |= {**options, "row_rule": rule}
-
-
-# -- the types of ``optimizer.tables``, each with all options of its rule -----------------------------------------
-
-#: (name of a rule in `colossus.rows.row_rules`, its options)
-RuleOptions = tuple[str, dict[str, Any]]
-
-
-def sgd(
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    weight_decay: float = 0.0,
-) -> RuleOptions:
-    """Return the options of `colossus.rows.row_rules.SGD`, or with a momentum of `Momentum`."""
-    options = dict(lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, maximize=maximize)
-    return "momentum" if momentum else "sgd", options
-
-
-def adagrad(
-    lr: float,
-    lr_decay: float = 0.0,
-    eps: float = 1e-10,
-    initial_accumulator_value: float = 0.0,
-    maximize: bool = False,
-    weight_decay: float = 0.0,
-) -> RuleOptions:
-    """Return the options of `colossus.rows.row_rules.Adagrad`."""
-    initial = initial_accumulator_value
-    return "adagrad", dict(lr=lr, lr_decay=lr_decay, eps=eps, initial_accumulator_value=initial, maximize=maximize)
-
-
-def rowwise_adagrad(
-    lr: float,
-    eps: float = 1e-8,
-    initial_accumulator_value: float = 0.0,
-    maximize: bool = False,
-    weight_decay: float = 0.0,
-) -> RuleOptions:
-    """Return the options of `colossus.rows.row_rules.RowWiseAdagrad`."""
-    initial = initial_accumulator_value
-    return "rowwise_adagrad", dict(lr=lr, eps=eps, initial_accumulator_value=initial, maximize=maximize)
-
-
-def sparse_adam(
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    maximize: bool = False,
-    amsgrad: bool = False,
-    weight_decay: float = 0.0,
-) -> RuleOptions:
-    """Return the options of `colossus.rows.row_rules.Adam`."""
-    return "adam", dict(lr=lr, betas=tuple(betas), eps=eps, maximize=maximize)
+            options = options_of("optimizer.tables", section.tables, TABLE_OPTIMIZERS)
+            group |= {"lr": section.tables.lr or section.lr, **options.arguments, "row_rule": options.rule}

@@ -65,7 +65,7 @@ def test_what_is_wrong_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> N
     assert "no source of documents named 'Json'. Did you mean 'Jsonl'?" in refused(
         "show", "c.py", "data.source.source.type=Json"
     )
-    option = "data.source.source: Jsonl has no option 'skip'; it has path"
+    option = "data.source.source.skip: no such key; known keys of data.source.source: type, path"
     assert option in refused("show", "c.py", "data.source.source.skip=True")
     Path("d.py").write_text(f"{CONFIG}data = dict(type='Digits')\n")
     if find_spec("sklearn"):

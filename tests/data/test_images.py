@@ -48,8 +48,8 @@ def test_a_language_model_takes_no_images(splits: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.split=test"], "data: Digits: split = 'test' is not one of 'train', 'validation'"),
-        (["data.split=[]"], "Digits: split"),
+        (["data.split=test"], "data.split: must be 'train' or 'validation', got 'test'"),
+        (["data.split=[]"], "data.split: must be"),
         (["model.image_size=16"], r"data: sample 0 of Digits has shape \[1, 8, 8\], but .* say \[1, 16, 16\]"),
         (["model.in_channels=3"], r"say \[3, 8, 8\]"),
         (["model.num_classes=9"], r"sample 9 of Digits has the label 9, but model.num_classes = 9 \(labels 0..8\)"),

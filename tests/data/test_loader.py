@@ -233,7 +233,7 @@ def test_a_user_function_gets_what_it_names() -> None:
         (None, {}, r"no data: set data = dict\(type='PythonStdlib'\)"),
         ({"path": "x"}, {}, "data needs a 'type'"),
         ("PythonStdlb", {}, "Did you mean 'PythonStdlib'"),
-        ({"type": "PythonStdlib", "seqlen": 4}, {}, "PythonStdlib has no option 'seqlen'; it has seq_len"),
+        ({"type": "PythonStdlib", "seqlen": 4}, {}, r"data\.seqlen: no such key; did you mean data\.seq_len\?"),
         ("PythonStdlib", {}, "PythonStdlib needs 'seq_len': set data.seq_len"),
         ("PythonStdlib", {"seq_len": 8, "vocab_size": 128}, r"up to 255 .*model.vocab_size = 128.* to 256 or more"),
         (

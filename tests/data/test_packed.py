@@ -130,8 +130,11 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(source=dict(type="Jsonl")), "data.source: Jsonl needs 'path': set data.source.path"),
-        (dict(source=dict(type="Text", source=dict(type="Jsonl", pth=1))), "data.source.source: Jsonl has no option"),
+        (dict(source=dict(type="Jsonl")), "data.source.path: is missing: Jsonl needs it"),
+        (
+            dict(source=dict(type="Text", source=dict(type="Jsonl", pth=1))),
+            "data.source.source.pth: no such key; did you mean data.source.source.path?",
+        ),
         (dict(source=dict(type="Jsonl", path=5)), "5 is a int, not a path"),
         (dict(source=dict(path="x")), "data.source needs a 'type'"),
         (dict(source=dict(type=lambda: Text(Own())), tokenizer="model"), "data.source: its ids are of bytes"),

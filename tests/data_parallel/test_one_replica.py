@@ -8,7 +8,7 @@ import pytest
 from helpers.training import assert_same_numbers, config_of, train
 
 from colossus.data_parallel.options.strategy_options import PerReplicaOptions
-from colossus.registry import STRATEGY_OPTIONS
+from colossus.registry import STRATEGIES
 
 #: so that two steps have a round
 EVERY_STEP = {"local_sgd": {"period": 1}, "slowmo": {"period": 1}, "diloco": {"period": 1}}
@@ -16,7 +16,7 @@ EVERY_STEP = {"local_sgd": {"period": 1}, "slowmo": {"period": 1}, "diloco": {"p
 
 def several_replicas() -> list[str]:
     """All strategies whose replicas have parameters of their own; of servers see `test_server_async`."""
-    names = [name for name in STRATEGY_OPTIONS.names() if issubclass(STRATEGY_OPTIONS.get(name), PerReplicaOptions)]
+    names = [name for name in STRATEGIES.names() if issubclass(STRATEGIES.options(name), PerReplicaOptions)]
     return [name for name in names if name != "server"]
 
 

@@ -175,7 +175,7 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
         ),
         (
             dict(type=scheduler.StepLR, stepsize=3),
-            "StepLR: StepLR.__init__() got an unexpected keyword argument 'stepsize'",
+            "lr_schedule.stepsize: no such key; did you mean lr_schedule.step_size?",
         ),
         (dict(type=scheduler.StepLR, step_size=3, min_ratio=0.1), "has an end of its own, such as eta_min"),
         (dict(type=scheduler.OneCycleLR, max_lr=0.1, total_steps=9), "OneCycleLR: Tried to step 10 times"),

@@ -91,7 +91,7 @@ TABLE: dict[str, Bad] = {
     "empty folder": bad("data: TextFolder", "no file", text="data = dict(type='TextFolder', path='empty')"),
     "no such file": bad("data: TokenFile 'absent.bin' does not exist (looked from", text=tokens("absent.bin")),
     "a folder for a file": bad("is a folder, not a file", text=tokens("empty")),
-    "no path": bad("data: TokenFile needs 'path': set data.path", text="data = dict(type='TokenFile')"),
+    "no path": bad("data.path: is missing: TokenFile needs it", text="data = dict(type='TokenFile')"),
     "type of model": bad("no model named 'GTP'. Did you mean 'GPT'?", overrides="model.type=GTP"),
     "type of data": bad("no dataset named 'TokenFil'. Did you mean 'TokenFile'?", overrides="data.type=TokenFil"),
     # files of tokens
@@ -159,7 +159,7 @@ TABLE: dict[str, Bad] = {
     ),
     "option of data": bad("data.cuont: no such key; did you mean data.count?", text=samples("cuont=7")),
     "option of validation": bad(
-        "_Samples has no option 'cuont'; it has count", text=samples("validation=dict(cuont=7)")
+        "data.cuont: no such key; did you mean data.count?", text=samples("validation=dict(cuont=7)")
     ),
     "type of validation": bad("no dataset named 'TextFold'", text=samples("validation=dict(type='TextFold')")),
     "validation that is no data": bad("data is a int, which is neither", text=samples("validation=5")),

@@ -24,7 +24,7 @@ from colossus.monitor.hooks.options import CallbackOptions
 from colossus.monitor.hooks.throughput import Throughput
 from colossus.monitor.hooks.tracker import Tracker
 from colossus.monitor.metrics import Metrics
-from colossus.registry import HOOK_OPTIONS, HOOKS
+from colossus.registry import HOOKS
 
 
 class Evaluated(FakeEngine):
@@ -99,10 +99,10 @@ def test_options_are_checked_when_a_config_is_read(hook: Any, message: str) -> N
 def test_what_a_hook_needs_is_checked_before_a_launch(
     hook: str, more: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Missing(HOOK_OPTIONS.get("MLflow")):  # type: ignore[misc]
+    class Missing(HOOKS.options("MLflow")):  # type: ignore[misc]
         package = "nowhere_to_be_found"
 
-    monkeypatch.setitem(HOOK_OPTIONS._entries, "NeedsNothing", Missing)
+    monkeypatch.setitem(HOOKS._options, "NeedsNothing", Missing)
     monkeypatch.setitem(HOOKS._entries, "NeedsNothing", Tracker)
     model = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=2, vocab_size=256, seq_len=8)
     config = load_config(dict(hooks=[hook], model=model, data="PythonStdlib", **more))

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from colossus.config.components import option_problems
+from colossus.config.section import Named
 from colossus.registry import Registry
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -28,7 +30,9 @@ DOCUMENTS = Registry(
 )
 
 
-def call_with_options(kind: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Any:
+def call_with_options(
+    kind: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], key: str, registry: Registry = DOCUMENTS
+) -> Any:
     """Return ``kind(**options)``.
 
     Args:
@@ -36,19 +40,19 @@ def call_with_options(kind: Any, options: Mapping[str, Any], defaults: Mapping[s
         options: its options in a config.
         defaults: further arguments: it receives those that it has, are not None, and are not in the options.
         key: key of the config, for messages.
+        registry: the registry of its kind.
 
     Raises:
         ValueError: if ``kind`` does not have an option, or lacks one that it needs.
     """
-    title, parameters = getattr(kind, "__name__", type(kind).__name__), parameters_of(kind)
-    names = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-    open_ended = not parameters or len(names) < len(parameters)
-    for option in () if open_ended else sorted(options.keys() - names):
-        raise ValueError(f"{key}: {title} has no option {option!r}; it has {', '.join(names)}")
+    names = [name for name, parameter in parameters_of(kind).items() if parameter.kind in _NAMED]
     arguments = {name: value for name, value in defaults.items() if name in names and value is not None} | dict(options)
+    problems = option_problems(key, Named(type=kind, **arguments), registry)
     for name in names:
-        if parameters[name].default is inspect.Parameter.empty and name not in arguments:
-            raise ValueError(f"{key}: {title} needs {name!r}: set {key}.{name}")
+        if parameters_of(kind)[name].default is inspect.Parameter.empty and name not in arguments and not problems:
+            problems = [f"{key}: {getattr(kind, '__name__', type(kind).__name__)} needs {name!r}: set {key}.{name}"]
+    if problems:
+        raise ValueError("; ".join(problems))
     return kind(**arguments)
 
 

@@ -15,6 +15,15 @@ from colossus.sparse.choice import WayName, first_fit
 _POWERSGD = ("rank", "start_step", "min_compression_rate")
 
 
+class ZeroOptions(StrategyOptions):
+    """Options of ZeRO, which ``parallel.zero`` sets."""
+
+    #: 1: optimizer state; 2: and gradients; 3: and parameters
+    stage: Annotated[int, Field(ge=1, le=3)]
+    #: whether the optimizer's parameters and state are in the memory of the host
+    offload: bool = False
+
+
 class AllReduceOptions(StrategyOptions):
     #: the compression of gradients along data, which makes the strategy inexact; None: none
     compress: Literal["bf16", "powersgd"] | None = None

@@ -30,8 +30,6 @@ class Ring(GraphFamily):
     takes_peers = False
 
     def __init__(self, directed: bool = False) -> None:
-        if not isinstance(directed, bool):
-            raise ValueError(f"directed = {directed!r}: True or False")
         self._directed = directed
 
     def sends(self, replicas: int, step: int, peers: int) -> Sends:

@@ -12,16 +12,15 @@ import torch
 from colossus.data_parallel.options.strategy_options import Count, PerReplicaOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.engine import Hook
-from colossus.registry import STRATEGIES, STRATEGY_OPTIONS
+from colossus.registry import STRATEGIES
 from colossus.server.process import read_environment
 
 
-@STRATEGY_OPTIONS.register("served")
 class ServedOptions(PerReplicaOptions):
     servers: Count | None = 2
 
 
-@STRATEGIES.register("served")
+@STRATEGIES.register("served", options=ServedOptions)
 class Served(PerReplica):
     """Replicas that train alone."""
 
