@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -30,13 +30,18 @@ def _registered(registry: Registry, name: str) -> str:
 
 def shardings_of(tensor: Any) -> Shardings | None:
     """Return the shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
-    mode = TENSOR_MODES.get(tensor.mode)
+    sides = tensor.size, tensor.depth, tensor.shape
+    return _shardings(tensor.mode, sides, tensor.sequence_sharded, tensor.gathered == "keep")
+
+
+@lru_cache(maxsize=1024)
+def _shardings(name: Any, sides: tuple[Any, ...], split_tokens: bool, keep: bool) -> Shardings | None:
+    mode = TENSOR_MODES.get(name)
     try:
-        sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
+        sizes = mode.axis_sizes(*sides)
     except ValueError:
         return None
-    split_tokens = tensor.sequence_sharded and mode.splits_tokens
-    return Shardings.of(mode, Activation(), sizes, sequence_sharded=split_tokens, keep=tensor.gathered == "keep")
+    return Shardings.of(mode, Activation(), sizes, sequence_sharded=split_tokens and mode.splits_tokens, keep=keep)
 
 
 class TransformerOptions(BaseModel):

@@ -59,7 +59,8 @@ class Estimator:
         ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
         if number <= (_FEW + 1) * ranks:
             return self._simulate(config, overrides)
-        few, more = (self._simulate(_with_microbatches(config, times * ranks)) for times in (_FEW, _FEW + 1))
+        more = self._simulate(_with_microbatches(config, (_FEW + 1) * ranks))
+        few = self._simulate(_with_microbatches(config, _FEW * ranks), memory=more.memory)
         estimate = extended(few, more, (number - _FEW * ranks) / ranks)
         flops = self.flops_per_sample(config) * config.train.global_batch_size
         return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
@@ -83,12 +84,14 @@ class Estimator:
         split = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
         return config.model_copy(update={"parallel": parallel}), (*overrides, split)
 
-    def _simulate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
-        """Estimate a plan with all of its microbatches."""
+    def _simulate(
+        self, config: Config, overrides: Sequence[str] = (), *, memory: PlanMemory | None = None
+    ) -> PlanEstimate:
+        """Estimate a plan with all of its microbatches, with this memory if it is known."""
         profile = self.profile(config)
         player = self.player(config)
         ranks = ranks_for(player, config, profile, stages_of(config, profile))
-        memory = memory_of(config, profile, ranks)
+        memory = memory_of(config, profile, ranks) if memory is None else memory
         timelines = [RankTimeline(profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 

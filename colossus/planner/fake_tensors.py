@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
 from colossus.layers import deferred_wgrad
@@ -29,6 +29,14 @@ _UPDATES = tuple(
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
     for overload in getattr(aten, name).overloads()
 )
+#: views of their first argument, half of a recording's operators: their sizes need no inference by torch's fake kernels
+_VIEWS = frozenset(
+    getattr(aten, name).default if hasattr(getattr(aten, name), "default") else getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("view", ""), ("t", ""), ("transpose", "int"), ("permute", ""), ("detach", ""), ("alias", ""),
+        ("_unsafe_view", ""), ("unsqueeze", ""), ("expand", ""), ("select", "int"), ("slice", "Tensor"),
+    )
+)  # fmt: skip
 
 
 class CountedFakeTensors(FakeTensorMode):
@@ -82,7 +90,8 @@ class CountedFakeTensors(FakeTensorMode):
         self._depth += 1
         try:
             with torch._C.DisableTorchFunction():
-                out = _DISPATCH(self, func, types, args, kwargs)
+                is_view = func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None
+                out = self._view(func, args, kwargs) if is_view else _DISPATCH(self, func, types, args, kwargs)
         finally:
             self._depth -= 1
         if self.observer is not None and not self._depth:
@@ -91,6 +100,11 @@ class CountedFakeTensors(FakeTensorMode):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._count(leaf.untyped_storage())
         return out
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        with in_kernel_invocation_manager(self):
+            view = func(*args, **kwargs)
+        return FakeTensor(self, view, args[0].fake_device)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

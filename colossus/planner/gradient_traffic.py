@@ -48,7 +48,7 @@ class PlanRank:
 
     def traffic_with(self, optimizer: OptimizerMemory) -> StepTraffic:
         """Return the traffic with what the optimizer exchanges of whole parameters."""
-        more = optimizer.collectives(self.config, self.units.axes, self.units.stored)
+        more = optimizer.collectives(self.config, self.units)
         return replace(self.traffic, end=(*self.traffic.end, *more))
 
 
@@ -211,7 +211,7 @@ class _Composer:
     def _completed_in(self, param: ParameterFacts, stage: int) -> int:
         """Return the block of a stage whose backward completes the gradient of a parameter."""
         inside = self._stages.blocks_of(stage)
-        return min((block for block in param.blocks if block in inside), default=inside.stop - 1)
+        return next((block for block in param.blocks if block in inside), inside.stop - 1)
 
     def _buckets(self) -> list[Reduction]:
         """Return the all-reduces of each stage, in the order in which stages are reduced."""
@@ -250,12 +250,16 @@ class _Composer:
         """Return ``made`` and ``bucketed`` of `StepTraffic`."""
         made: Counter[int] = Counter()
         bucketed = 0
+        #: bytes of a gradient, and whether it is a view of a bucket
+        of_kind: dict[tuple[int, bool], tuple[int, bool]] = {}
         for param, _ in self._trained:
-            kind = param.kind
-            is_cut = param.name in self._cut
-            size = kind.elements * itemsize(kind.sharded[1] if is_cut else kind.gradient)
-            is_summed = not (self._is_zero and is_cut) and bool(self._axes.sums(kind.gradient_axes))
-            if is_summed and kind.gradient == kind.reduced:
+            kind, is_cut = param.kind, param.name in self._cut
+            if (id(kind), is_cut) not in of_kind:
+                is_summed = not (self._is_zero and is_cut) and bool(self._axes.sums(kind.gradient_axes))
+                nbytes = kind.elements * itemsize(kind.sharded[1] if is_cut else kind.gradient)
+                of_kind[id(kind), is_cut] = nbytes, is_summed and kind.gradient == kind.reduced
+            size, is_in_bucket = of_kind[id(kind), is_cut]
+            if is_in_bucket:
                 bucketed += size
             else:
                 made[self._completed_in(param, self._stages.stages_with(param.blocks)[0])] += size
@@ -280,7 +284,7 @@ class _Composer:
         tied = [
             (self._gradient(param, stage), ranks)
             for param, stage in self._trained
-            if len(ranks := self._stages.ranks_with(param.blocks)) > 1
+            if len(param.blocks) > 1 and len(ranks := self._stages.ranks_with(param.blocks)) > 1
         ]
         return tied_sums(tied)
 

@@ -9,7 +9,7 @@ from colossus.planner.layout_blocks import BlockProfile, Level
 from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
-from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE, Action
+from colossus.schedule.actions import INPUT_GRADIENT, Action
 
 #: the most reductions of ZeRO under way
 _MAX_REDUCTIONS = 2
@@ -59,7 +59,7 @@ class MemoryPlay:
                 self._each[reduction.block].append(reduction)
             else:
                 self._last[reduction.stage, reduction.block].append(reduction)
-        self._last_use = {action.stage: action for action in rank.actions if action.kind in LAST_USE}
+        self._last_uses = {id(rank.actions[index]) for index in rank.last_uses.values()}
         received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages]
         #: in a pipeline, a value that arrives and one that leaves
         self._messages = 2 * times * max(received) if len(rank.bounds) > 2 else 0.0
@@ -167,7 +167,7 @@ class MemoryPlay:
             adds: whether the block's gradients are complete behind it.
         """
         is_first = action.stage not in self._begun
-        is_last = self._last_use[action.stage] == action
+        is_last = id(action) in self._last_uses
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
         made, lasting = self._traffic.made[number], self._blocks[number].lasting

@@ -25,8 +25,7 @@ from colossus.planner.collective import Collective
 from colossus.planner.fake_rank import fake_rank
 from colossus.planner.fake_tensors import counted_fake_tensors
 from colossus.planner.parameter_facts import ParameterKind, dtype_name
-from colossus.planner.plan_axes import PlanAxes
-from colossus.planner.sharded_units import StoredParameter
+from colossus.planner.sharded_units import ShardedUnits, StoredParameter
 from colossus.registry import TORCH_OPTIMIZERS
 
 #: sizes of two parameters, from whose memory the bytes of a parameter and of an element follow
@@ -74,15 +73,12 @@ class OptimizerMemory:
         self._alone: dict[tuple[ParameterKind, str], _Step] = {}
         self._steps: dict[object, _Step] = {}
 
-    def bytes(
-        self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter], *, exact: bool = True
-    ) -> tuple[int, int]:
+    def bytes(self, config: Config, units: ShardedUnits, *, exact: bool = True) -> tuple[int, int]:
         """Return the bytes of the state on one rank of a plan, and those that a step needs beyond it.
 
         Args:
             config: the config of the plan.
-            axes: axes of the plan.
-            stored: trained parameters of the rank, in the order of the model.
+            units: parameters of the rank.
             exact: whether an optimizer of whole parameters (Muon, LAMB, ..) runs a step as the first rank of the plan,
                 which can take seconds. Otherwise each parameter runs a step alone, once for all plans. That predicts
                 the same state, except for parts that are whole on a rank (moments of Adafactor), and a smaller step.
@@ -90,16 +86,16 @@ class OptimizerMemory:
         Raises:
             ValueError: an optimizer of whole parameters is to be exact, and torch.distributed is initialized.
         """
-        if not stored:
-            return 0, 0
         if self._is_by_element:
-            return self._sum(config, stored)
+            return self._sum(config, units)
+        if not units.stored:
+            return 0, 0
         if not exact and not self._section.whole:
-            return self._sum_of_alone(config, stored)
-        step = self._step_all(config, axes, stored)
+            return self._sum_of_alone(config, units.stored)
+        step = self._step_all(config, units)
         return step.state, step.update
 
-    def collectives(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> tuple[Collective, ...]:
+    def collectives(self, config: Config, units: ShardedUnits) -> tuple[Collective, ...]:
         """Return the collectives of an optimizer of whole parameters on the first rank of a plan.
 
         Other ranks own other parameters, and may send more or less.
@@ -107,10 +103,11 @@ class OptimizerMemory:
         Raises:
             ValueError: torch.distributed is initialized.
         """
-        if not stored or self._is_by_element:
+        if self._is_by_element or not units.stored:
             return ()
         collectives: list[Collective] = []
-        for (operation, name, dtype), tally in self._step_all(config, axes, stored).moved.entries.items():
+        axes = units.axes
+        for (operation, name, dtype), tally in self._step_all(config, units).moved.entries.items():
             over = tuple(axis for axis in axes.grid.names if axis in name.split("x"))
             ranks = axes.size(over)
             nbytes = tally.bytes / tally.calls / sent(operation.partition(" ")[0], ranks, 1.0)
@@ -119,23 +116,26 @@ class OptimizerMemory:
 
     # -- each element by itself ---------------------------------------------------------------------------
 
-    def _sum(self, config: Config, stored: Sequence[StoredParameter]) -> tuple[int, int]:
+    def _sum(self, config: Config, units: ShardedUnits) -> tuple[int, int]:
         """Sum the bytes of an elementwise optimizer over the parameters of a rank."""
-        numbers: dict[tuple[int, str], list[int]] = {}
-        for param in stored:
-            numbers.setdefault((param.facts.kind.group, param.dtype), []).append(param.elements)
+        #: a parameter, the number, the elements and the most elements of one, by group and dtype
+        sums: dict[tuple[int, str], tuple[str, int, int, int]] = {}
+        for param, is_cut, count in units.kinds:
+            if param.kind.is_trainable:
+                stored = units.as_stored(param, is_cut)
+                key = param.kind.group, stored.dtype
+                name, number, elements, most = sums.get(key, (param.name, 0, 0, 0))
+                sums[key] = name, number + count, elements + count * stored.elements, max(most, stored.elements)
         state = update = 0.0
-        for (group, dtype), elements in numbers.items():
-            key = group, dtype
+        for key, (name, number, elements, most) in sums.items():
             if key not in self._by_element:
-                name = next(param.facts.name for param in stored if (param.facts.kind.group, param.dtype) == key)
-                self._by_element[key] = self._measure(config, name, dtype)
+                self._by_element[key] = self._measure(config, name, key[1])
             cost = self._by_element[key]
-            state += cost.state[0] * len(elements) + cost.state[1] * sum(elements)
+            state += cost.state[0] * number + cost.state[1] * elements
             if cost.is_at_once:
-                update += cost.update[0] * len(elements) + cost.update[1] * sum(elements)
+                update += cost.update[0] * number + cost.update[1] * elements
             else:
-                update = max(update, cost.update[0] + cost.update[1] * max(elements))
+                update = max(update, cost.update[0] + cost.update[1] * most)
         return round(state), round(update)
 
     def _measure(self, config: Config, name: str, dtype: str) -> _ByElement:
@@ -159,8 +159,9 @@ class OptimizerMemory:
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
-    def _step_all(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> _Step:
+    def _step_all(self, config: Config, units: ShardedUnits) -> _Step:
         """Run a step for all parameters of the first rank of a plan."""
+        axes, stored = units.axes, units.stored
         key = (*axes.grid.sizes.items(), *((param.facts.kind, param.dtype, param.rows) for param in stored))
         if key not in self._steps:
             params = []

@@ -44,6 +44,11 @@ class RankStages:
         return tuple(action.stage for action in self.actions if action.kind == "reduce")
 
     @cached_property
+    def last_uses(self) -> Mapping[int, int]:
+        """Return the index of the last action of each stage that uses its weights; its gradients are complete then."""
+        return {action.stage: index for index, action in enumerate(self.actions) if action.kind in LAST_USE}
+
+    @cached_property
     def splits_backward(self) -> bool:
         return any(action.kind == "backward_weight" for action in self.actions)
 
@@ -53,7 +58,7 @@ class RankStages:
 
         With a split backward there are none.
         """
-        last = {action.stage: index for index, action in enumerate(self.actions) if action.kind in LAST_USE}
+        last = self.last_uses
         reduced = {action.stage: index for index, action in enumerate(self.actions) if action.kind == "reduce"}
         return frozenset(
             stage
@@ -69,5 +74,8 @@ class RankStages:
 
     def stages_with(self, blocks: Sequence[int]) -> list[int]:
         """Return this rank's stages with any of these blocks, in the order in which they are reduced."""
+        if len(blocks) == 1:
+            stage = self.stage_of[blocks[0]]
+            return [stage] if stage in self.stages else []
         here = {stage for block in blocks if (stage := self.stage_of[block]) in self.stages}
         return sorted(here, key=self.order.index)

@@ -285,13 +285,15 @@ class _Search:
 
 @contextmanager
 def _rare_garbage() -> Iterator[None]:
-    """Look for cycles of garbage rarely inside the context: recordings make many objects, and passes cost a sixth."""
+    """Look for cycles of garbage rarely inside the context, among new objects: recordings make many of them."""
     before = gc.get_threshold()
-    gc.set_threshold(20_000, 20, 20)
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _number(entry: tuple[float, *tuple[Any, ...]]) -> float:

@@ -53,22 +53,28 @@ class ShardedUnits:
         return [param for _, of_block in self.blocks for param in of_block] + [*self.root]
 
     @cached_property
+    def kinds(self) -> list[tuple[ParameterFacts, bool, int]]:
+        """Return a parameter of each kind, whether ZeRO cuts it, and the number of such parameters."""
+        numbers: dict[tuple[int, bool], list[ParameterFacts]] = {}
+        for is_cut, params in ((False, self.whole), (True, self.cut)):
+            for param in params:
+                numbers.setdefault((id(param.kind), is_cut), []).append(param)
+        return [(params[0], is_cut, len(params)) for (_, is_cut), params in numbers.items()]
+
+    @cached_property
     def stored(self) -> list[StoredParameter]:
         """Return the trained parameters of a rank as its optimizer has them, in the order of the model."""
         cut = {param.name for param in self.cut}
-        stored = []
-        for param in self.every:
-            kind = param.kind
-            if not kind.is_trainable:
-                continue
-            if param.name not in cut:
-                stored.append(StoredParameter(param, kind.shape, kind.elements, kind.dtype, ()))
-                continue
-            rows = self.axes.rows_of(kind.cut_axes)
-            number = rows_per_rank(kind, self.axes.size(rows))
-            shape = (number, *kind.shape[1:])
-            stored.append(StoredParameter(param, shape, number * kind.row, kind.sharded[3], rows))
-        return stored
+        return [self.as_stored(param, param.name in cut) for param in self.every if param.kind.is_trainable]
+
+    def as_stored(self, param: ParameterFacts, is_cut: bool) -> StoredParameter:
+        """Return a parameter as the rank stores it: whole, or its rows."""
+        kind = param.kind
+        if not is_cut:
+            return StoredParameter(param, kind.shape, kind.elements, kind.dtype, ())
+        rows = self.axes.rows_of(kind.cut_axes)
+        number = rows_per_rank(kind, self.axes.size(rows))
+        return StoredParameter(param, (number, *kind.shape[1:]), number * kind.row, kind.sharded[3], rows)
 
 
 def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> ShardedUnits:

@@ -52,10 +52,15 @@ class RankTimeline:
         self.profile, self.stages, self.player = profile, rank.stages, player
         self.traffic = traffic = rank.traffic_with(profile.optimizer)
         self._costs: dict[tuple[str, int, bool, bool, bool], ActionCost] = {}
+        #: cost of each collective by its id: those of equal blocks are one
+        self._collectives: dict[int, AxisCost] = {}
+        #: seconds of the collectives of a block, and of the copies beside them, by the id of their tuple
+        self._together: dict[int, tuple[float, float]] = {}
         #: blocks whose gradients are gone after each backward
         self._freed = {own.block for own in traffic.reductions if own.when == "each"}
         self._gathers = {(gather.stage, gather.block): gather for gather in traffic.gathers}
-        self._last = {action.stage: action for action in self.stages.actions if action.kind in LAST_USE}
+        #: the last action of each stage; an action is one object in all lists
+        self._last = {id(self.stages.actions[index]) for index in self.stages.last_uses.values()}
 
     def seconds(self, action: Action) -> float:
         """Return the seconds for which an action occupies its rank."""
@@ -64,7 +69,7 @@ class RankTimeline:
 
     def is_last(self, action: Action) -> bool:
         """Return whether an action is the last of its stage: the next action need not wait for its reductions."""
-        return self._last.get(action.stage) == action
+        return id(action) in self._last
 
     def cost(self, action: Action) -> ActionCost:
         key = action.kind, action.stage, self.is_last(action), self._is_freed(action), action.microbatch == 0
@@ -88,13 +93,14 @@ class RankTimeline:
         for reduction in self.traffic.reductions if kind in LAST_USE else ():
             if reduction.stage == stage and (reduction.when == "each" or is_last):
                 block = numbers[-1] if reduction.block is None else reduction.block
-                leaving[block] = leaving.get(block, 0.0) + self._all(reduction.collectives).seconds
-                copying[block] += self._copying(reduction.collectives)
+                sending, copies = self._seconds_of(reduction.collectives)
+                leaving[block] = leaving.get(block, 0.0) + sending
+                copying[block] += copies
         blocks = []
         for number, trace in zip(numbers, played, strict=True):
             gather = self._gathers.get((stage, number)) if is_freed and kind != "backward_weight" else None
-            arriving = 0.0 if gather is None else self._all(gather.collectives).seconds
-            copying[number] += 0.0 if gather is None else self._copying(gather.collectives)
+            arriving, copies = (0.0, 0.0) if gather is None else self._seconds_of(gather.collectives)
+            copying[number] += copies
             computing = trace.seconds + copying[number]
             if is_first or number in self._freed:
                 computing -= trace.accumulating
@@ -109,6 +115,12 @@ class RankTimeline:
         return ActionCost(
             computing, done, sent, sum(trace.repeated for trace in played), total([trace.axes for trace in played])
         )
+
+    def _seconds_of(self, collectives: tuple[Collective, ...]) -> tuple[float, float]:
+        """Return the seconds of collectives of the rank's traffic, and those of the copies beside them."""
+        if id(collectives) not in self._together:
+            self._together[id(collectives)] = self._all(collectives).seconds, self._copying(collectives)
+        return self._together[id(collectives)]
 
     def _copying(self, collectives: Sequence[Collective]) -> float:
         """Return the seconds to copy gathered weights out of the flat tensor that travelled, or gradients into one.
@@ -129,7 +141,12 @@ class RankTimeline:
         return out
 
     def collective(self, collective: Collective) -> AxisCost:
-        """Return the cost of one collective, all of it exposed."""
+        """Return the cost of one collective of the rank's traffic, all of it exposed."""
+        if id(collective) not in self._collectives:
+            self._collectives[id(collective)] = self._cost_of(collective)
+        return self._collectives[id(collective)]
+
+    def _cost_of(self, collective: Collective) -> AxisCost:
         spread = self.player.placement.of(collective.mesh_axes)
         operation = collective.operation.partition(" ")[0]
         hardware = self.player.hardware

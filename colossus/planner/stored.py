@@ -7,7 +7,6 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, itemsize
 from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import rows_per_rank
 
 
 def stored_bytes(model: ModelFacts, rank: PlanRank, optimizer: OptimizerMemory, *, exact: bool = True) -> StoredBytes:
@@ -20,24 +19,24 @@ def stored_bytes(model: ModelFacts, rank: PlanRank, optimizer: OptimizerMemory, 
         exact: see `OptimizerMemory.bytes`.
     """
     units, axes, zero = rank.units, rank.units.axes, rank.config.parallel.zero
-    weights = sum(param.kind.elements * itemsize(param.kind.dtype) for param in units.whole)
-    weights += _buffers(model, rank.stages)
-    between = sum(gradient_bytes(param) for param in units.whole if param.kind.is_trainable)
+    weights, between, rows = _buffers(model, rank.stages), 0, 0
     offloads = bool(axes.stage and zero.offload)
-    rows = 0
-    for param in units.cut:
+    for param, is_cut, count in units.kinds:
         kind = param.kind
+        if not is_cut:
+            weights += count * kind.elements * itemsize(kind.dtype)
+            between += count * gradient_bytes(param) * kind.is_trainable
+            continue
         computed, _, _, stored = kind.sharded
         ranks = axes.size(axes.rows_of(kind.cut_axes))
-        elements = rows_per_rank(kind, ranks) * kind.row
+        elements = units.as_stored(param, True).elements
         is_view = axes.stage < 3 and not zero.offload and len(kind.rows) == 1 and computed == stored
         if axes.stage < 3:  # the whole parameter stays, with the padding of its last rows where the rows are a view
-            weights += (ranks * elements if is_view else kind.elements) * itemsize(computed)
+            weights += count * (ranks * elements if is_view else kind.elements) * itemsize(computed)
         if not is_view:
-            rows += elements * itemsize(stored)
-        if kind.is_trainable:
-            between += elements * itemsize(stored)
-    state, update = optimizer.bytes(rank.config, axes, units.stored, exact=exact)
+            rows += count * elements * itemsize(stored)
+        between += count * elements * itemsize(stored) * kind.is_trainable
+    state, update = optimizer.bytes(rank.config, units, exact=exact)
     return StoredBytes(weights + rows, state, between, update, rows + state if offloads else 0)
 
 
