@@ -120,12 +120,12 @@ class OptimizerMemory:
         """Sum the bytes of an elementwise optimizer over the parameters of a rank."""
         #: a parameter, the number, the elements and the most elements of one, by group and dtype
         sums: dict[tuple[int, str], tuple[str, int, int, int]] = {}
-        for param, is_cut, count in units.kinds:
+        for param, is_cut, equal in units.kinds:
             if param.kind.is_trainable:
                 stored = units.as_stored(param, is_cut)
                 key = param.kind.group, stored.dtype
                 name, number, elements, most = sums.get(key, (param.name, 0, 0, 0))
-                sums[key] = name, number + count, elements + count * stored.elements, max(most, stored.elements)
+                sums[key] = name, number + equal, elements + equal * stored.elements, max(most, stored.elements)
         state = update = 0.0
         for key, (name, number, elements, most) in sums.items():
             if key not in self._by_element:
