@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
-from colossus.comm.pending import Pending, Ready
+from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import channel_for
 from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
 from colossus.comm.tree_sum import tree_sum
@@ -55,8 +55,6 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
         owned: the caller gives ``x`` away; it may be overwritten with the result.
         what: a label; the bytes are counted under ``all_reduce <what>``.
     """
-    if group.size == 1:
-        return Ready(x)
     if group.sums_in_tree and op == "sum" and x.is_floating_point():
         return all_gather(x.unsqueeze(0), group, what=what).then(lambda terms: tree_sum(terms.unbind()))
     entry = record("all_reduce", x, group, what=what)
@@ -72,8 +70,6 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
         dim: the dim that grows.
         what: a label; the bytes are counted under ``all_gather <what>``.
     """
-    if group.size == 1:
-        return Ready(x)
     rows = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(rows, dim)
     entry = record("all_gather", x, group, what=what)
@@ -86,8 +82,6 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     Raises:
         ValueError: the size of ``dim`` does not divide by that of the group.
     """
-    if group.size == 1:
-        return Ready(x)
     dim = _dim(x, dim)
     _chunk_size(x, dim, group)
     entry = record("reduce_scatter", x, group)
@@ -100,8 +94,6 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     Raises:
         ValueError: the size of ``split_dim`` does not divide by that of the group.
     """
-    if group.size == 1:
-        return Ready(x)
     split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
     _chunk_size(x, split_dim, group)
     entry = record("all_to_all", x, group)
@@ -114,11 +106,9 @@ def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     Args:
         x: contiguous, of the same shape and dtype on all ranks.
     """
-    if group.size > 1:
-        entry = record("broadcast", x, group)
-        # it is too rare for the memory of slots
-        Pending(transport_of(x, group, float("inf")).broadcast(x, source), entry).wait()
-    return x
+    entry = record("broadcast", x, group)
+    # it is too rare for the memory of slots
+    return Pending(transport_of(x, group, float("inf")).broadcast(x, source), entry).wait()
 
 
 def broadcast_all(tensors: Sequence[Tensor], group: AxisGroup, source: int) -> None:
@@ -160,12 +150,12 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
 def record(
     operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None
 ) -> log.Entry | None:
-    """Log and count a collective of ``x`` under ``<operation> <what>``; compiled code does neither.
+    """Log and count a collective of ``x`` under ``<operation> <what>``; compiled code and lone ranks do neither.
 
     Args:
         sent: bytes that this rank sends; by default, those of a collective whose chunks are equal.
     """
-    if torch.compiler.is_compiling():
+    if group.size == 1 or torch.compiler.is_compiling():
         return None
     axes, name = str(group), f"{operation} {what}" if what else operation
     for counter in accounting.listeners:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Transport:
     """The collectives of c10d, in place. Every other transport has the same methods.
 
     Each starts a collective and returns its `Finish`. Arguments and results are those of `colossus.comm.collectives`
-    and `colossus.comm.uneven`; dims are not negative, and the group has several ranks.
+    and `colossus.comm.uneven`; dims are not negative.
     """
 
     def __init__(self, group: AxisGroup) -> None:
@@ -129,10 +130,10 @@ class Transport:
 class Alone(Transport):
     """The tensors of a group of one rank, which go nowhere."""
 
-    def all_gather(self, x: Tensor, dim: int) -> Finish:
+    def _stay(self, x: Tensor, *args: Any) -> Finish:
         return lambda: x
 
-    reduce_scatter = all_gather
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = exchange_rows = gather_rows = cast(Any, _stay)
 
 
 class Gloo(Transport):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colossus.comm import collectives, host_staging
 from colossus.comm.collectives import transport_of
-from colossus.comm.pending import Pending, Ready
+from colossus.comm.pending import Pending
 from colossus.comm.tensor_transport import Fill, Lengths, Take
 from colossus.context.groups import AxisGroup
 
@@ -53,8 +53,6 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
         group: the ranks that take part.
         what: a label; the bytes are counted under ``all_to_all <what>``.
     """
-    if group.size == 1:
-        return Ready(x)
     leaving = (len(x) - lengths.sent[group.index]) * _row_bytes(x)
     entry = collectives.record("all_to_all", x, group, what=what, sent=leaving)
     most = max(map(sum, lengths.matrix)) * _row_bytes(x)
@@ -70,8 +68,6 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
         group: the ranks that take part.
         what: a label; the bytes are counted under ``all_gather <what>``.
     """
-    if group.size == 1:
-        return Ready(x)
     entry = collectives.record("all_gather", x, group, what=what)
     return Pending(transport_of(x, group, max(lengths) * _row_bytes(x)).gather_rows(x, lengths), entry)
 
@@ -80,27 +76,21 @@ def _row_bytes(x: Tensor) -> int:
     return x.shape[1:].numel() * x.element_size()
 
 
-def gather_filled(
-    size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
-) -> Pending:
-    """Start an all-gather of a flat tensor of ``size`` elements that ``fill`` writes.
+def gather_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pending:
+    """Start an all-gather of a flat tensor like ``x`` that ``fill`` writes, into ``x`` or into shared memory.
 
     ``wait()`` calls ``take`` with tensors of shape [ranks, size], of all ranks in group order: one of all ranks, or
     through shared memory one of each. Its own result has no meaning.
     """
-    x = torch.empty(size, dtype=dtype, device=device)
-    entry = collectives.record("all_gather", x, group) if group.size > 1 else None
+    entry = collectives.record("all_gather", x, group)
     return Pending(transport_of(x, group).gather_filled(x, fill, take), entry)
 
 
-def reduce_scatter_filled(
-    size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
-) -> Pending:
-    """Start a reduce-scatter of a tensor of shape [ranks, size] that ``fill`` writes.
+def reduce_scatter_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pending:
+    """Start a reduce-scatter of a tensor like ``x``, [ranks, size], that ``fill`` writes.
 
     ``wait()`` calls ``take`` with addends whose sum is this rank's row; its own result has no meaning. The number of
     addends depends on the way that the tensors travelled. Their order is the same on all ranks.
     """
-    x = torch.empty(group.size, size, dtype=dtype, device=device)
-    entry = collectives.record("reduce_scatter", x, group) if group.size > 1 else None
+    entry = collectives.record("reduce_scatter", x, group)
     return Pending(transport_of(x, group).scatter_filled(x, fill, take), entry)

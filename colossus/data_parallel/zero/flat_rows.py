@@ -154,10 +154,10 @@ class FlatRows:
     def start_gather(self) -> Pending:
         """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)
-        of_flat = self.layout.size, self.dtypes.computed, self.device, self.group
+        flat = torch.empty(self.layout.size, dtype=self.dtypes.computed, device=self.device)
         # products that the device is given from here on do not wait for a copy from the host
         with beside_products(self.device) if self._is_beside else nullcontext():
-            return uneven.gather_filled(*of_flat, self._fill, self._take)
+            return uneven.gather_filled(flat, self.group, self._fill, self._take)
 
     @property
     def _is_beside(self) -> bool:

@@ -58,11 +58,10 @@ class RowGradients:
         flat = self.flat
         self._present = [param.grad is not None for param in self.params]
         # the gradients are followed by one flag for each parameter, whose sum is the number of ranks that used it
-        size = flat.layout.size + len(self.params)
+        shape = flat.group.size, flat.layout.size + len(self.params)
+        stacked = torch.empty(shape, dtype=flat.dtypes.reduced, device=flat.device)
         flat.group.program.note(flat.subject)
-        self._reduction = uneven.reduce_scatter_filled(
-            size, flat.dtypes.reduced, flat.device, flat.group, self._fill, self._take
-        )
+        self._reduction = uneven.reduce_scatter_filled(stacked, flat.group, self._fill, self._take)
         if self.are_freed:
             self.free()
 
