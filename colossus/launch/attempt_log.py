@@ -41,17 +41,22 @@ def append(folder: Path, attempt: int, **facts: Any) -> bool:
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
     """Return number -> all that is known of each attempt of the last launch; ``ranks`` are its failed ranks."""
-    attempts: dict[int, dict[str, Any]] = {}
+    return next(reversed(read_launches(folder)), {})
+
+
+def read_launches(folder: Path) -> list[dict[int, dict[str, Any]]]:
+    """Return `read` of each launch in this folder, the last one at the end."""
+    launches: list[dict[int, dict[str, Any]]] = []
     with suppress(OSError):
         for line in (folder / ROWS).read_bytes().splitlines():
             with suppress(ValueError, KeyError, TypeError):  # an incomplete row
                 row = json.loads(line)
-                if row["attempt"] == 0 and "began" in row:
-                    attempts.clear()
-                attempt = attempts.setdefault(row["attempt"], {"ranks": []})
-                ranks = [*attempt["ranks"], *row.get("ranks", [])]
-                attempt |= {**row, "ranks": [RankEnd(**end) if isinstance(end, dict) else end for end in ranks]}
-    return attempts
+                number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
+                if not launches or (number == 0 and "began" in row):
+                    launches.append({})
+                attempt = launches[-1].setdefault(number, {"ranks": []})
+                attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
+    return launches
 
 
 def failed_ranks(folder: Path) -> list[RankEnd]:

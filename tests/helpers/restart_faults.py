@@ -231,9 +231,9 @@ def saved(folder: Path) -> list[bytes]:
 
 def restarts_of(folder: Path) -> list[dict[str, Any]]:
     """A row of each restart: its number, the cause, and what it has cost, where its ranks have trained."""
-    attempts = attempt_log.read(folder / "run")
     return [
         {**attempt, "restart": number, "cause": attempts[number - 1]["cause"]}
+        for attempts in attempt_log.read_launches(folder / "run")
         for number, attempt in attempts.items()
         if number
     ]
