@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.tensor_transport import Finish, Transport
+from colossus.comm.tensor_transport import Finish, Lengths, Transport
 from colossus.context.groups import AxisGroup
 
 
@@ -55,11 +54,20 @@ class Staged(Transport):
     def broadcast(self, x: Tensor, source: int) -> Finish:
         return self._start("broadcast", x, source, into=x)
 
-    all_gather: Any = partialmethod(_start, "all_gather")
-    reduce_scatter: Any = partialmethod(_start, "reduce_scatter")
-    all_to_all: Any = partialmethod(_start, "all_to_all")
-    exchange_rows: Any = partialmethod(_start, "exchange_rows")
-    gather_rows: Any = partialmethod(_start, "gather_rows")
+    def all_gather(self, x: Tensor, dim: int) -> Finish:
+        return self._start("all_gather", x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Finish:
+        return self._start("reduce_scatter", x, dim)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Finish:
+        return self._start("all_to_all", x, split_dim, concat_dim)
+
+    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Finish:
+        return self._start("exchange_rows", x, lengths)
+
+    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Finish:
+        return self._start("gather_rows", x, lengths)
 
 
 def to_host(x: Tensor) -> Tensor:
