@@ -6,7 +6,6 @@ them stands for all.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from colossus.config import Config
@@ -14,8 +13,8 @@ from colossus.config.plans import name_of
 from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
-from colossus.planner.memory_play import MemoryPlay
-from colossus.planner.parameter_facts import ModelFacts, itemsize
+from colossus.planner.memory_play import MemoryPlay, TiedGradients
+from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
@@ -69,38 +68,37 @@ def memory_of(
     for rank in ranks:
         stored, stages = stored_bytes(facts, rank, profile.optimizer, exact=exact), rank.stages
         # a schedule that splits backward defers incomplete gradients, too
-        tied = (Counter[int](), Counter[int]()) if stages.splits_backward else _tied_gradients(facts, stages)
+        tied = TiedGradients() if stages.splits_backward else _tied_gradients(profile, stages)
         play = MemoryPlay(
-            profile.blocks, stages, rank.traffic, stored, *tied,
+            profile.blocks, stages, rank.traffic, stored, tied,
             scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
         )  # fmt: skip
         memories.append(RankMemory(stages.rank, stages.stages, max(in_flight(stages.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 
-def _tied_gradients(facts: ModelFacts, rank: RankStages) -> tuple[Counter[int], Counter[int]]:
-    """Return, by block, the bytes of incomplete gradients of tied parameters that a backward holds.
+def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedGradients:
+    """Return the bytes of incomplete gradients of tied parameters that a rank's backward holds.
 
     From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran one
     backward through all blocks; a rank runs one through each of its stages.
-
-    Returns:
-        The bytes that are alive in the profile while a block runs, and the change on the rank behind it.
     """
-    in_profile: Counter[int] = Counter()
-    on_rank: Counter[int] = Counter()
-    for param in facts.parameters:
+    tied = TiedGradients()
+    for param in profile.facts.parameters:
         if len(param.blocks) == 1 or not param.kind.is_trainable:
             continue
         size = param.kind.elements * itemsize(param.kind.gradient)
         for block in range(param.blocks[0], param.blocks[-1]):
-            in_profile[block] += size
+            tied.in_profile[block] += size
+        # the last block that uses a weight that is gathered for the step has recorded its whole gradient
+        is_lasting = profile.blocks[param.blocks[-1]].lasting.reduced >= size
         for stage in rank.stages:
             users = [block for block in param.blocks if block in rank.blocks_of(stage)]
             if len(users) > 1:
-                on_rank[users[-1]] += size
-                on_rank[users[0]] -= size
-    return in_profile, on_rank
+                changes = tied.in_last if is_lasting else tied.in_each
+                changes[users[-1]] += size
+                changes[users[0]] -= size
+    return tied
 
 
 def _notes(config: Config) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from colossus.planner.layout_blocks import BlockProfile, Level
 from colossus.planner.rank_memory import StoredBytes
@@ -13,6 +14,21 @@ from colossus.schedule.actions import INPUT_GRADIENT, Action
 
 #: the most reductions of ZeRO under way
 _MAX_REDUCTIONS = 2
+
+
+@dataclass(frozen=True)
+class TiedGradients:
+    """Bytes of incomplete gradients of tied parameters, by block.
+
+    Attributes:
+        in_profile: those that the profile counts as activations while the block runs backward.
+        in_each: the change on the rank behind the block's backward.
+        in_last: the same behind its backward of the last microbatch, where their whole gradients wait for that.
+    """
+
+    in_profile: Counter[int] = field(default_factory=Counter)
+    in_each: Counter[int] = field(default_factory=Counter)
+    in_last: Counter[int] = field(default_factory=Counter)
 
 
 class MemoryPlay:
@@ -27,8 +43,7 @@ class MemoryPlay:
         rank: stages of the rank.
         traffic: collectives of its weights and gradients.
         stored: bytes that it stores.
-        tied_in_profile, tied: bytes of incomplete gradients of tied parameters, by block: those that the profile counts
-            as activations while it runs backward, and the change on this rank behind it.
+        tied: incomplete gradients of tied parameters.
         scope: scope of gathered weights (``parallel.tensor.weights``).
         first_trained: first block that has a backward.
         times: samples of a microbatch over those of the profiles; activations are scaled by it.
@@ -40,15 +55,14 @@ class MemoryPlay:
         rank: RankStages,
         traffic: StepTraffic,
         stored: StoredBytes,
-        tied_in_profile: Counter[int],
-        tied: Counter[int],
+        tied: TiedGradients,
         *,
         scope: str,
         first_trained: int,
         times: float = 1.0,
     ) -> None:
         self._blocks, self._rank, self._traffic, self._stored = blocks, rank, traffic, stored
-        self._tied_in_profile, self._tied, self._scope = tied_in_profile, tied, scope
+        self._tied, self._scope = tied, scope
         self._first_trained, self._times = first_trained, times
         self._gathers = {gather.block: gather for gather in traffic.gathers}
         self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
@@ -171,7 +185,8 @@ class MemoryPlay:
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
         made, lasting = self._traffic.made[number], self._blocks[number].lasting
-        late = min(made, lasting.reduced)
+        #: reduced in the last microbatch: a tied parameter's is complete behind another block than recorded it
+        late = min(made, lasting.reduced - self._tied.in_last[number])
         if adds and not is_last and number not in self._waiting:
             self._waiting.add(number)
             self._gradients += lasting.gradients
@@ -179,9 +194,9 @@ class MemoryPlay:
         #: later microbatches add to the gradients that stay
         new = reduced + (made - late if is_first else 0) + (late if is_last else 0)
         for activations, gradients in levels:
-            self._touch(self._times * (activations - self._tied_in_profile[number]) + min(gradients, new) + alone)
+            self._touch(self._times * (activations - self._tied.in_profile[number]) + min(gradients, new) + alone)
         if adds:
-            self._gradients += self._tied[number] + new
+            self._gradients += self._tied.in_each[number] + new + (self._tied.in_last[number] if is_last else 0)
             if is_last and number in self._waiting:
                 self._waiting.discard(number)
                 self._gradients -= lasting.gradients
