@@ -13,6 +13,7 @@ from torch import Tensor
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
+from colossus.comm.flat_buffer import split_as
 from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import channel_for
 from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
@@ -115,8 +116,8 @@ def broadcast_all(tensors: Sequence[Tensor], group: AxisGroup, source: int) -> N
     """Overwrite tensors as `broadcast` does: those of a dtype travel together, a few megabytes at once."""
     for bucket in torch._utils._take_tensors(tensors, _BROADCAST_BYTES) if group.size > 1 else ():
         whole = broadcast(torch.cat([x.reshape(-1) for x in bucket]), group, source)
-        for x, part in zip(bucket, whole.split([x.numel() for x in bucket]), strict=True):
-            x.copy_(part.view_as(x))
+        for x, part in zip(bucket, split_as(whole, bucket), strict=True):
+            x.copy_(part)
 
 
 def barrier(group: AxisGroup, device: torch.device) -> None:

@@ -32,6 +32,12 @@ def chunks(items: Iterable[T], size_of: Callable[[T], float], limit: float | Non
         yield chunk
 
 
+def split_as(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor with the shapes of these tensors, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
 class FlatBuffer:
     """The places of tensors in a buffer of bytes, in which those of a dtype are contiguous.
 

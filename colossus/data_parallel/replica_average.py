@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.comm import collectives
-from colossus.comm.flat_buffer import chunks
+from colossus.comm.flat_buffer import chunks, split_as
 from colossus.comm.objects import all_gather_object
 from colossus.context.precision import LOW
 from colossus.data_parallel.parameter_vector import ParameterVector
@@ -84,9 +84,7 @@ class ReplicaAverage:
             wide = torch.float32 if tensors[numbers[0]].dtype in LOW else tensors[numbers[0]].dtype
             flat = torch.cat([tensors[number].reshape(-1).to(wide) for number in numbers])
             flat = collectives.all_reduce(flat, self._group, owned=True).wait().div_(total)
-            pieces = flat.split([tensors[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                yield number, piece.view(tensors[number].shape)
+            yield from zip(numbers, split_as(flat, [tensors[number] for number in numbers]), strict=True)
 
     def _chunks(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         """Yield the numbers of tensors that travel together: of one dtype and device, as many as fit in a bucket."""

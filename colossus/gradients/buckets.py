@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from colossus.comm import shared_memory
-from colossus.comm.flat_buffer import chunks
+from colossus.comm.flat_buffer import chunks, split_as
 from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
 from colossus.context.parallel_context import ParallelContext
@@ -80,12 +80,9 @@ class Bucket:
         self.params = params
         self._sum = bucket_sum
         self._is_cast = dtype != gradient_dtype(params[0])
-        sizes = [param.numel() for param in params]
-        total = sum(sizes)
+        total = sum(param.numel() for param in params)
         self.flat = torch.zeros(total + len(params), dtype=dtype, device=params[0].device)
-        self.views = [
-            flat.view(param.shape) for flat, param in zip(self.flat[:total].split(sizes), params, strict=True)
-        ]
+        self.views = split_as(self.flat[:total], params)
         self.flags = self.flat[total:]
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()

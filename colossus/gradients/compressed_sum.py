@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.flat_buffer import split_as
 from colossus.comm.host_transfer import send_to
 from colossus.comm.pending import Pending, Staged, Stages
 from colossus.context.groups import AxisGroup
@@ -65,10 +66,10 @@ class ErrorFeedback:
 
     def bucket(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
         """Make the flat errors of a bucket, [elements], in the order of its gradients; called once for each bucket."""
-        sizes, dtype = [param.numel() for param in params], torch.float32 if dtype in LOW else dtype
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=params[0].device)
-        for param, piece in zip(params, flat.split(sizes), strict=True):
-            key, view = self._stored(param), piece.view(param.shape)
+        dtype, size = torch.float32 if dtype in LOW else dtype, sum(param.numel() for param in params)
+        flat = torch.zeros(size, dtype=dtype, device=params[0].device)
+        for param, view in zip(params, split_as(flat, params), strict=True):
+            key = self._stored(param)
             if key in self.errors:
                 view.copy_(self.errors[key])
             self.errors[key] = view
@@ -249,12 +250,12 @@ class PowerSum(CompressedSum):
         torch._foreach_add_(own, self._as_matrices(errors.split(self._sizes)))
         ps = [matrix @ start for matrix, start in zip(own, self._starts(wide), strict=True)]
         summed = yield collectives.all_reduce(torch.cat([*rest, *(p.flatten() for p in ps)]), self._between, owned=True)
-        totals = list(_split_as(summed, [*rest, *ps]))
+        totals = split_as(summed, [*rest, *ps])
         torch._foreach_copy_(rest, totals[: len(rest)])
         ps = [torch.linalg.qr(p)[0] for p in totals[len(rest) :]]
         qs = [matrix.T @ p for matrix, p in zip(own, ps, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in qs]), self._between, owned=True)
-        error_matrices, qs = self._as_matrices(new_errors.split(self._sizes)), list(_split_as(summed, qs))
+        error_matrices, qs = self._as_matrices(new_errors.split(self._sizes)), split_as(summed, qs)
         for number, matrix, error, p, q in zip(self._matrices, own, error_matrices, ps, qs, strict=True):
             approximation = p @ q.T
             torch.sub(matrix, approximation / self._between.size, out=error)
@@ -269,8 +270,3 @@ class PowerSum(CompressedSum):
     def _starts(self, like: Tensor) -> Iterator[Tensor]:
         for number, (_, cols, rank) in self._matrices.items():
             yield self._feedback.start_of(self._params[number], (cols, rank), like)
-
-
-def _split_as(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    for piece, tensor in zip(flat.split([tensor.numel() for tensor in like]), like, strict=True):
-        yield piece.view(tensor.shape)
