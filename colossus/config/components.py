@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from colossus.config.errors import ConfigError, explain
+from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.schema import Config, ReadingOptions
 from colossus.config.section import Named, Section
 from colossus.import_path import is_path
@@ -29,8 +30,10 @@ from colossus.registry import (
     MODELS,
     OPTIMIZERS,
     SCHEDULES,
+    SEQUENCE_MODES,
     STRATEGIES,
     TABLE_OPTIMIZERS,
+    TENSOR_MODES,
     Registry,
 )
 
@@ -56,6 +59,21 @@ def named_components(config: Config) -> list[tuple[str, Named, Registry]]:
     ]
     entries += [(f"hooks.{number}", hook, HOOKS) for number, hook in enumerate(config.hooks)]
     return [(key, section, registry) for key, section, registry in entries if isinstance(section, Named)]
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError unless every ``type`` can be found and has the options that are set."""
+    problems = []
+    for key, named, registry in named_components(config):
+        problems += option_problems(key, named, registry)
+    if not any(problem.startswith("lr_schedule") for problem in problems):
+        problems += learning_rate_problems(config)
+    for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
+        mode = getattr(config.parallel, axis).mode
+        if mode is not None and mode not in registry:
+            problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def options_of(key: str, named: Named | None, registry: Registry) -> Any:

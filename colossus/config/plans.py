@@ -1,4 +1,4 @@
-"""Checks of a plan: its names against the registries, its sizes against processes, model and batch. No torch.
+"""Checks of a plan: its sizes against processes, model and batch. No torch.
 
 An error has the nearest plans that fit.
 """
@@ -10,27 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from colossus.arithmetic import divisors, expert_factor, factors, not_a_multiple
-from colossus.config.components import named_components, option_problems, options_of
+from colossus.config.components import options_of
 from colossus.config.errors import ConfigError
-from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.reproducible import reproducible_plan
 from colossus.config.schema import Config, Parallel
 from colossus.registry import MODELS, PLAN_COSTS, SEQUENCE_MODES, STRATEGIES, TENSOR_MODES
-
-
-def check_names(config: Config) -> None:
-    """Raise ConfigError unless every ``type`` can be found and has the options that are set."""
-    problems = []
-    for key, named, registry in named_components(config):
-        problems += option_problems(key, named, registry)
-    if not any(problem.startswith("lr_schedule") for problem in problems):
-        problems += learning_rate_problems(config)
-    for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
-        mode = getattr(config.parallel, axis).mode
-        if mode is not None and mode not in registry:
-            problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
-    if problems:
-        raise ConfigError(problems)
 
 
 def strategy_options(config: Config) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 from colossus.checkpoint.manifest import BYTES, MANIFEST, TOKENIZER_FILE, Manifest
 from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, load_config, model_options
-from colossus.config.components import is_text
+from colossus.config.components import check_names, is_text
 from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
-from colossus.config.plans import check_names, describe_plan, world_size
+from colossus.config.plans import describe_plan, world_size
 from colossus.config.section import Named
 from colossus.config.training import LOW, PrecisionSection
 from colossus.registry import DATASETS, MODELS, SCHEDULES
