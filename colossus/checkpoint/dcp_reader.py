@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.checkpoint.dcp_folder import read_dcp
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.torchtitan import row_there
+from colossus.checkpoint.stored_place import Place
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
 
@@ -29,7 +29,7 @@ class DCPReader(CheckpointReader):
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.manifest, self._chunks, self._head_rows = read_dcp(self.folder)
+        self.manifest, self._places, self._chunks = read_dcp(self.folder)
         self._last: tuple[tuple[str, int], Tensor] | None = None
         self._descriptors: dict[str, int] = {}
 
@@ -40,34 +40,37 @@ class DCPReader(CheckpointReader):
             CheckpointError: there is no such tensor, or its file cannot be read.
         """
         self.entry(key)
-        if key not in self._head_rows:
-            return self._read_stored(key, box, out)
+        place = self._places[key]
+        if place.row_there is None:
+            return self._read_stored(place, box, out)
         (start, stop), *others = box
-        places = [row_there(row, self._head_rows[key]) for row in range(start, stop)]
-        if not places:
+        rows_there = [place.row_there(row) for row in range(start, stop)]
+        if not rows_there:
             return None
-        first = min(places)
-        rows = out.new_empty((max(places) + 1 - first, *out.shape[1:]))
-        self._read_stored(key, ((first, max(places) + 1), *others), rows)
-        out.copy_(rows[[place - first for place in places]])
+        first, last = min(rows_there), max(rows_there) + 1
+        rows = out.new_empty((last - first, *out.shape[1:]))
+        self._read_stored(place, ((first, last), *others), rows)
+        out.copy_(rows[[row - first for row in rows_there]])
         return None
 
-    def _read_stored(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor as the folder has it."""
-        for chunk, info in self._chunks[key]:
+    def _read_stored(self, place: Place, box: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a tensor as the folder has it, in the layer of the place."""
+        if place.layer is not None:
+            box, out = ((place.layer, place.layer + 1), *box), out.unsqueeze(0)
+        for chunk, info in self._chunks[place.name]:
             spans = [
                 (max(start, first), min(stop, first + size))
                 for (start, stop), first, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
             ]
             if all(start < stop for start, stop in spans):
-                value = self._read(key, info, tuple(chunk.sizes))
+                value = self._read(place.name, info, tuple(chunk.sizes))
                 in_chunk = tuple(
                     slice(a - first, b - first) for (a, b), first in zip(spans, chunk.offsets, strict=True)
                 )
                 in_box = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, box, strict=True))
                 out[in_box].copy_(value[in_chunk])
 
-    def _read(self, key: str, info: Any, sizes: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, info: Any, sizes: tuple[int, ...]) -> Tensor:
         place = info.relative_path, info.offset
         if self._last is None or self._last[0] != place:
             try:
@@ -75,9 +78,9 @@ class DCPReader(CheckpointReader):
                     file.seek(info.offset)
                     value = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises many types for a damaged file
-                raise CheckpointError(f"{self.folder / info.relative_path}: {key} cannot be read: {error}") from error
+                raise CheckpointError(f"{self.folder / info.relative_path}: {name} cannot be read: {error}") from error
             if not isinstance(value, Tensor) or tuple(value.shape) != sizes:
-                raise CheckpointError(f"{self.folder / info.relative_path}: {key} is not the tensor {list(sizes)}")
+                raise CheckpointError(f"{self.folder / info.relative_path}: {name} is not the tensor {list(sizes)}")
             self._last = place, value
         return self._last[1]
 

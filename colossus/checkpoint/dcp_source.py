@@ -22,7 +22,7 @@ class DistributedCheckpoint:
     @staticmethod
     def manifest(path: Path) -> Manifest:
         """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
-        return read_dcp(path)[0]
+        return read_dcp(path).manifest
 
     @staticmethod
     def open(path: Path) -> Any:

@@ -7,16 +7,14 @@ order are those of torchtitan's ``models/llama3``, whose own converter to Huggin
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.stored_place import PARAMS, Place, ask_for_heads, read_params
 
-#: beside the weights, as beside Meta's: ``{"n_heads": 32}``
-PARAMS = "params.json"
 _NAMES = {
     r"tok_embeddings\.weight": "embedding.weight",
     r"layers\.(\d+)\.attention_norm\.weight": r"blocks.\1.attention_norm.weight",
@@ -35,21 +33,8 @@ _NAMES = {
 _NO_WEIGHT = "freqs_cis"
 
 
-@dataclass(frozen=True)
-class Translation:
-    """The names of a folder's weights here, and which of them have rows in the order of rotary pairs.
-
-    Attributes:
-        names: names in the folder -> names here; those that are not in it are left out.
-        head_rows: names here -> rows of a head, of the weights whose rows are in pairs.
-    """
-
-    names: Mapping[str, str]
-    head_rows: Mapping[str, int] = field(default_factory=dict)
-
-
-def translate(folder: Path, shapes: Mapping[str, Collection[int]]) -> Translation:
-    """Return the translation of torchtitan's Llama, or the names as they are where a folder has another model.
+def torchtitan_places(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place] | None:
+    """Return the places of our weights by our names, or None where a folder has another model.
 
     Args:
         folder: the folder of weights.
@@ -59,33 +44,23 @@ def translate(folder: Path, shapes: Mapping[str, Collection[int]]) -> Translatio
         CheckpointError: it is torchtitan's Llama with weights that ours has not, or nothing says how many heads it has.
     """
     if "tok_embeddings.weight" not in shapes or "layers.0.attention.wq.weight" not in shapes:
-        return Translation({name: name for name in shapes})
-    names: dict[str, str] = {}
-    for name in shapes:
-        match = next(((match, ours) for theirs, ours in _NAMES.items() if (match := re.fullmatch(theirs, name))), None)
-        if match is not None:
-            names[name] = match[0].expand(match[1])
-        elif name != _NO_WEIGHT:
-            raise CheckpointError(f"{folder}: has torchtitan's names, and {name}, which its Llama has not")
-    heads = _num_heads(folder)
-    rows = next(iter(shapes["layers.0.attention.wq.weight"]))
+        return None
+    heads = read_params(folder).get("n_heads")
+    if heads is None:
+        raise ask_for_heads(folder, "torchtitan's Llama")
+    rows = shapes["layers.0.attention.wq.weight"][0]
     if heads < 1 or rows % (2 * heads):
         raise CheckpointError(f"{folder / PARAMS}: n_heads = {heads}: the weights have {rows} rows of queries")
-    paired = (name for name in names if name.endswith((".wq.weight", ".wk.weight")))
-    return Translation(names, {names[name]: rows // heads for name in paired})
-
-
-def _num_heads(folder: Path) -> int:
-    path = folder / PARAMS
-    try:
-        return int(json.loads(path.read_text())["n_heads"])
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: has torchtitan's Llama, whose rows of queries and keys are in another order within a head, and "
-            f"nothing says how many heads there are: echo '{{\"n_heads\": 32}}' > {path}"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f'{path}: must be {{"n_heads": 32}}, of the model: {error}') from None
+    places: dict[str, Place] = {}
+    for name, shape in shapes.items():
+        match = next(((match, ours) for theirs, ours in _NAMES.items() if (match := re.fullmatch(theirs, name))), None)
+        if match is not None:
+            is_paired = name.endswith((".wq.weight", ".wk.weight"))
+            order = partial(row_there, head_rows=rows // heads) if is_paired else None
+            places[match[0].expand(match[1])] = Place(name, shape, row_there=order)
+        elif name != _NO_WEIGHT:
+            raise CheckpointError(f"{folder}: has torchtitan's names, and {name}, which its Llama has not")
+    return places
 
 
 def row_there(row: int, head_rows: int) -> int:

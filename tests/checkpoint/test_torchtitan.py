@@ -169,6 +169,9 @@ def test_what_the_folder_does_not_say_is_asked_for(folder: Path) -> None:
     (folder / "params.json").write_text('{"n_heads": 5}')
     with pytest.raises(CheckpointError, match="n_heads = 5: the weights have 24 rows of queries"):
         read_state_dict(folder)
+    (folder / "params.json").write_text('{"n_heads": "4"}')
+    with pytest.raises(CheckpointError, match="of the model, in whole numbers"):
+        read_state_dict(folder)
     (folder / "params.json").write_text('{"heads": 4}')
-    with pytest.raises(CheckpointError, match="of the model: 'n_heads'"):
+    with pytest.raises(CheckpointError, match="nothing says how many heads"):
         read_state_dict(folder)
