@@ -19,7 +19,7 @@ from typing import Any
 from colossus.arithmetic import counted
 from colossus.launch import run_folder
 from colossus.launch.decide import Rollback
-from colossus.launch.ends import RankEnd, failed
+from colossus.launch.ends import RankEnd
 from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.row_file import append_whole
 
@@ -57,12 +57,6 @@ def read_launches(folder: Path) -> list[dict[int, dict[str, Any]]]:
                 attempt = launches[-1].setdefault(number, {"ranks": []})
                 attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
     return launches
-
-
-def failed_ranks(folder: Path) -> list[RankEnd]:
-    """Return the ranks that failed in the last attempt, the most likely culprit first."""
-    attempts = read(folder)
-    return failed(attempts[max(attempts)]["ranks"]) if attempts else []
 
 
 def this_attempt() -> int:

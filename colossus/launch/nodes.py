@@ -3,10 +3,10 @@
 A node that ends for any reason but success ends the others within seconds, and each of them can report the reason.
 
 Of torch's elastic only the rendezvous is used, not its agent. That agent decides for its own node: it counts its own
-restarts, never learns how ranks of other nodes ended, and so neither names a culprit there nor knows an error that comes
-again. It stops ranks by SIGTERM and, 30 s later, by force, however long the save of their step takes. It knows no plan
-that needs fewer nodes than are there, and waits for a node that has gone in its exit barrier. The exchange of ends, the
-heartbeats and `Nodes.share` would remain beside it, which are this file.
+restarts, never learns how ranks of other nodes ended, and so neither names a culprit there nor knows an error again. It
+stops ranks by SIGTERM and, 30 s later, by force, however long the save of their step takes. It knows no plan that needs
+fewer nodes than are there, and waits for a node that has gone in its exit barrier. The exchange of ends, the heartbeats
+and `Nodes.share` would remain beside it, which are this file.
 """
 
 from __future__ import annotations

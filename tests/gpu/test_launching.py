@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.device_ranks import DeviceRanks, Devices
+from helpers.launching import failed_ranks
 from torch import distributed as dist
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from colossus.comm import flight_recorder
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.devices import examine_devices
-from colossus.launch import attempt_log, rank_failure, recordings
+from colossus.launch import rank_failure, recordings
 from colossus.launch.advice import is_out_of_memory
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.stop import StopSignals
@@ -161,7 +162,7 @@ def test_a_collective_that_does_not_end(cuda: torch.device, figures: Callable[[A
     except RanksFailed as error:
         codes = error.exit_codes
     assert codes == {0: 1}, f"the process ended with {codes}, and should have given up the collective"
-    (failure,) = attempt_log.failed_ranks(tmp_path)
+    (failure,) = failed_ranks(tmp_path)
     assert (failure.kind, failure.is_timeout) == ("communication", True), failure
     assert "wait_for_ever" in failure.traceback, failure.traceback
     dump = read_dump(recordings.RECORDING, str(recordings.recording_of(tmp_path, 0)))

@@ -17,6 +17,8 @@ from helpers.forked import ForkedPython
 from helpers.ports import free_port
 
 from colossus.context.local_ranks import StallDetector
+from colossus.launch import attempt_log
+from colossus.launch.ends import RankEnd, failed
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "launched" / "tiny.py"
@@ -101,6 +103,12 @@ def start_slurm_tasks(tmp_path: Path, *arguments: str, **more: str) -> list[Proc
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def failed_ranks(folder: Path) -> list[RankEnd]:
+    """The ranks that failed in the last attempt, the most likely culprit first."""
+    attempts = attempt_log.read(folder)
+    return failed(attempts[max(attempts)]["ranks"]) if attempts else []
 
 
 def has_rows(process: Process, folder: Path, number: int) -> bool:

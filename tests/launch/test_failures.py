@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.faults import native
+from helpers.launching import failed_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed as dist
@@ -198,12 +199,12 @@ def test_records_survive_the_file_and_only_the_first_culprit_reports(tmp_path: P
     assert [attempt_log.record_failure(tmp_path, end) for end in ends] == [True, False]
     with (tmp_path / attempt_log.ROWS).open("a") as file:
         file.write('{"attempt": 0, "ra\n')
-    read = attempt_log.failed_ranks(tmp_path)
+    read = failed_ranks(tmp_path)
     assert [(end.rank, end.message, end.time) for end in read[:2]] == [
         (end.rank, end.message, end.time) for end in ends
     ]
     attempt_log.append(tmp_path, 0, began=2.0)
-    assert attempt_log.failed_ranks(tmp_path) == [], "another launch"
+    assert failed_ranks(tmp_path) == [], "another launch"
     assert attempt_log.record_failure(tmp_path / "gone", ends[0])
 
 
@@ -222,7 +223,7 @@ def test_the_record_of_a_stuck_rank_holds_its_stack(tmp_path: Path) -> None:
         run = RankRun(1, StopSignals(), has_launcher=False, folder=tmp_path / str(step), step=step)
         run.folder.mkdir()
         rank_failure.write_hard_end(run, thread.ident)
-        (stuck,) = attempt_log.failed_ranks(run.folder)
+        (stuck,) = failed_ranks(run.folder)
         assert words in stuck.message
         assert "endless_loop_of_the_user" in stuck.traceback
     leave.set()

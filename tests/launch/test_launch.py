@@ -20,6 +20,7 @@ from helpers.launching import (
     Process,
     children,
     environment,
+    failed_ranks,
     finish,
     has_rows,
     is_running,
@@ -31,7 +32,7 @@ from helpers.launching import (
 )
 from helpers.ports import free_port
 
-from colossus.launch import attempt_log, command
+from colossus.launch import command
 
 # -- a run that goes well -------------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["data"] == 2
     versions = json.loads((tmp_path / "run" / "versions.json").read_text())
     assert {"colossus", "torch", "python", "platform", "git", "data"} <= set(versions)
-    assert not attempt_log.failed_ranks(tmp_path / "run")
+    assert not failed_ranks(tmp_path / "run")
 
 
 def test_a_config_that_differs_between_processes_is_refused_by_name(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
     assert "colossus/launch/" not in err
     assert "torch/distributed/elastic" not in err
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
-    records = {record.rank: record for record in attempt_log.failed_ranks(tmp_path / "run")}
+    records = {record.rank: record for record in failed_ranks(tmp_path / "run")}
     assert (records[1].kind, records[1].step) == ("error", 3)
 
 
@@ -197,7 +198,7 @@ def test_a_signal_stops_all_ranks_after_a_whole_step(
     assert f"stopped by {signum.name} after step {steps[-1]}; metrics are in run/metrics.jsonl" in out
     assert not any(is_running(rank) for rank in ranks)
     # a clean stop: nobody had to be ended by force
-    assert not attempt_log.failed_ranks(tmp_path / "run")
+    assert not failed_ranks(tmp_path / "run")
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path, long_run: Process) -> None:
@@ -221,7 +222,7 @@ def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     code, out, err = finish(process)
     assert (code, err) == (143, "")
     assert "stopped by SIGTERM after step 2" in out
-    kinds = {record.kind for record in attempt_log.failed_ranks(tmp_path / "run")}
+    kinds = {record.kind for record in failed_ranks(tmp_path / "run")}
     # a rank that is ended a little later may have seen its peer go
     assert "stuck" in kinds
     assert kinds <= {"stuck", "communication"}

@@ -9,10 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.launching import Process, children, finish, has_rows, is_running, rows_of, start_nodes, wait_for
+from helpers.launching import (
+    Process,
+    children,
+    failed_ranks,
+    finish,
+    has_rows,
+    is_running,
+    rows_of,
+    start_nodes,
+    wait_for,
+)
 from helpers.long import long
 
-from colossus.launch import attempt_log, run_folder
+from colossus.launch import run_folder
 
 Nodes = tuple[list[Process], Path]
 
@@ -62,7 +72,7 @@ def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: sig
     steps = [row["step"] for row in rows_of(folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)
-    assert not attempt_log.failed_ranks(folder)
+    assert not failed_ranks(folder)
 
 
 # the first holds the store they speak through; of the other it takes some signs of life to be missed

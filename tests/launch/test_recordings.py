@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.launching import failed_ranks
 from helpers.ranks import grid, run_ranks
 
 from colossus.comm import collectives, flight_recorder, log
 from colossus.context.parallel_context import ParallelContext
-from colossus.launch import attempt_log, rank_failure, recordings
+from colossus.launch import rank_failure, recordings
 from colossus.launch.ends import RankEnd
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.recordings import who_is_missing
@@ -130,7 +131,7 @@ def test_a_collective_that_nccl_gives_up_is_a_failure_record(
     process.join(20.0)
     process.kill()
     assert process.exitcode == 1
-    (record,) = attempt_log.failed_ranks(tmp_path)
+    (record,) = failed_ranks(tmp_path)
     assert (record.rank, record.kind, record.step) == (1, "communication", 3)
     assert record.message.startswith(message)
     assert "time.sleep(30.0)" in record.traceback  # what the main thread was in

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.faults import leftovers, nothing_runs_on
-from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
+from helpers.launching import LAUNCH, children, failed_ranks, finish, has_rows, is_running, rows_of, start, wait_for
 from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
@@ -48,7 +48,7 @@ def test_the_same_error_at_the_same_step_is_not_waited_for(tmp_path: Path) -> No
     assert err.rstrip().endswith("no restart: rank 1 has raised the same error in step 6 before")
     assert [row["step"] for row in rows_of(folder / "run")] == [1, 2, 3, 4, 5]
     assert len(restarts_of(folder)) == 1
-    assert [end.rank for end in attempt_log.failed_ranks(folder / "run")] == [1, 0]
+    assert [end.rank for end in failed_ranks(folder / "run")] == [1, 0]
 
 
 def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from helpers.launching import (
     LAUNCH,
     Process,
     children,
+    failed_ranks,
     finish,
     has_rows,
     is_running,
@@ -25,7 +26,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import attempt_log, local_processes, stop
+from colossus.launch import local_processes, stop
 
 #: of a row, what depends on the run and not on the machine
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -60,7 +61,7 @@ def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, m
     assert "stopped by SIGTERM after step 2" in out
     assert "did not reach the end of its step within 1 s and was ended" in err
     assert "the latest checkpoint is hung/checkpoints/step-00000002, " in out
-    assert "stuck" in {record.kind for record in attempt_log.failed_ranks(tmp_path / "hung")}
+    assert "stuck" in {record.kind for record in failed_ranks(tmp_path / "hung")}
 
 
 def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     assert f"stopped by SIGTERM after step {saved}; metrics are in run/metrics.jsonl; " in out
     assert f"the latest checkpoint is {checkpoint}, `colossus launch .. --resume` continues from there" in out
     assert f"step {saved}/16  checkpoint " in out
-    assert not attempt_log.failed_ranks(run)
+    assert not failed_ranks(run)
 
     # a data loader's worker in what was forked from a long-lived process of tests may never answer
     command = [*LAUNCH, "--resume", "--run-dir", "run", *steps, "data.num_workers=1"]
