@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from colossus.comm.peer_gone import PeerGone
-from colossus.comm.tensor_transport import Fill, Finish, Lengths, Take, Transport, taken
+from colossus.comm.pending import Pending
+from colossus.comm.tensor_transport import Fill, Lengths, Take, Transport, taken
 from colossus.context.groups import AxisGroup
 from colossus.context.program import WHY, subject_name
 from colossus.error_place import located_error
@@ -51,47 +52,47 @@ class Channel(Transport):
         self.slots = slots
         self.slot_bytes = slots[0][0].numel()
         self._sequence = 0
-        self._open: Finish | None = None
+        self._open: Callable[[], Tensor] | None = None
 
     # -- collectives ----------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Finish:
+    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Pending:
         into, combine = x if owned else None, torch.add if op == "sum" else torch.maximum
         return self._share(x, lambda tensors: _combined(tensors, combine, into))
 
-    def all_gather(self, x: Tensor, dim: int) -> Finish:
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
         return self._share(x, lambda tensors: torch.cat(tensors, dim))
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Finish:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         own = self._own_chunk(x, dim)
         return self._share(x, lambda tensors: _combined([x.narrow(*own) for x in tensors], torch.add))
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Finish:
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         own = self._own_chunk(x, split_dim)
         return self._share(x, lambda tensors: torch.cat([x.narrow(*own) for x in tensors], concat_dim))
 
-    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Finish:
+    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Pending:
         ends = [[0, *accumulate(row)] for row in lengths.matrix]
         return self._share_rows(x, [(row[self.index], row[self.index + 1]) for row in ends], [row[-1] for row in ends])
 
-    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Finish:
+    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Pending:
         return self._share_rows(x, [(0, length) for length in lengths], lengths)
 
-    def gather_filled(self, x: Tensor, fill: Fill, take: Take) -> Finish:
+    def gather_filled(self, x: Tensor, fill: Fill, take: Take) -> Pending:
         return self.start(x.shape, x.dtype, fill, lambda rows: taken(take, [row[None] for row in rows]))
 
-    def scatter_filled(self, x: Tensor, fill: Fill, take: Take) -> Finish:
+    def scatter_filled(self, x: Tensor, fill: Fill, take: Take) -> Pending:
         return self.start(x.shape, x.dtype, fill, lambda stacked: taken(take, [rows[self.index] for rows in stacked]))
 
     def _own_chunk(self, x: Tensor, dim: int) -> tuple[int, int, int]:
         size = x.shape[dim] // self.group.size
         return dim, self.index * size, size
 
-    def _share(self, x: Tensor, consume: Consume) -> Finish:
+    def _share(self, x: Tensor, consume: Consume) -> Pending:
         """Share ``x``, of the same shape and dtype on every rank."""
         return self.start(x.shape, x.dtype, lambda slot: slot.copy_(x.detach()), consume)
 
-    def _share_rows(self, x: Tensor, spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> Finish:
+    def _share_rows(self, x: Tensor, spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> Pending:
         """Share rows, and concatenate parts of those of all ranks.
 
         Args:
@@ -108,7 +109,7 @@ class Channel(Transport):
 
     # -- the exchange -----------------------------------------------------------------------------------------
 
-    def start(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Finish:
+    def start(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Pending:
         """Share a tensor of at most ``slot_bytes`` with the group.
 
         Args:
@@ -117,7 +118,7 @@ class Channel(Transport):
             consume: makes the result of the tensors of all ranks, in group order; they are valid only during the call.
 
         Returns:
-            A function that waits for the other ranks and returns the result of ``consume``.
+            The result of ``consume``, for which the other ranks are waited for.
         """
         if self._open is not None:
             self._open()
@@ -148,7 +149,7 @@ class Channel(Transport):
             with self._errors_naming(rank):
                 peer.sendall(_HEADER.pack(*header))
         self._open = wait
-        return wait
+        return Pending(wait)
 
     def close(self) -> None:
         for peer in self.peers.values():

@@ -59,7 +59,7 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     if group.sums_in_tree and op == "sum" and x.is_floating_point():
         return all_gather(x.unsqueeze(0), group, what=what).then(lambda terms: tree_sum(terms.unbind()))
     entry = record("all_reduce", x, group, what=what)
-    return Pending(transport_of(x, group).all_reduce(x, op, owned and x.is_contiguous()), entry)
+    return transport_of(x, group).all_reduce(x, op, owned and x.is_contiguous()).logged(entry)
 
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> Pending:
@@ -74,7 +74,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
     rows = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(rows, dim)
     entry = record("all_gather", x, group, what=what)
-    return Pending(transport_of(rows, group).all_gather(rows, dim), entry)
+    return transport_of(rows, group).all_gather(rows, dim).logged(entry)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
@@ -86,7 +86,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     dim = _dim(x, dim)
     _chunk_size(x, dim, group)
     entry = record("reduce_scatter", x, group)
-    return Pending(transport_of(x, group).reduce_scatter(x, dim), entry)
+    return transport_of(x, group).reduce_scatter(x, dim).logged(entry)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
@@ -98,7 +98,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
     _chunk_size(x, split_dim, group)
     entry = record("all_to_all", x, group)
-    return Pending(transport_of(x, group).all_to_all(x, split_dim, concat_dim), entry)
+    return transport_of(x, group).all_to_all(x, split_dim, concat_dim).logged(entry)
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
@@ -109,7 +109,7 @@ def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     """
     entry = record("broadcast", x, group)
     # it is too rare for the memory of slots
-    return Pending(transport_of(x, group, float("inf")).broadcast(x, source), entry).wait()
+    return transport_of(x, group, float("inf")).broadcast(x, source).logged(entry).wait()
 
 
 def broadcast_all(tensors: Sequence[Tensor], group: AxisGroup, source: int) -> None:

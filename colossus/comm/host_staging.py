@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.tensor_transport import Finish, Lengths, Transport
+from colossus.comm.pending import Pending
+from colossus.comm.tensor_transport import Lengths, Transport
 from colossus.context.groups import AxisGroup
 
 
@@ -43,30 +44,30 @@ class Staged(Transport):
         super().__init__(group)
         self._transport_of = transport_of
 
-    def _start(self, name: str, x: Tensor, *args: Any, into: Tensor | None = None) -> Finish:
+    def _start(self, name: str, x: Tensor, *args: Any, into: Tensor | None = None) -> Pending:
         copy = to_host(x)
-        finish: Finish = getattr(self._transport_of(copy), name)(copy, *args)
-        return lambda: to_device(finish(), x.device, into)
+        pending: Pending = getattr(self._transport_of(copy), name)(copy, *args)
+        return pending.then(lambda result: to_device(result, x.device, into))
 
-    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Finish:
+    def all_reduce(self, x: Tensor, op: str, owned: bool) -> Pending:
         return self._start("all_reduce", x, op, True, into=x if owned else None)
 
-    def broadcast(self, x: Tensor, source: int) -> Finish:
+    def broadcast(self, x: Tensor, source: int) -> Pending:
         return self._start("broadcast", x, source, into=x)
 
-    def all_gather(self, x: Tensor, dim: int) -> Finish:
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
         return self._start("all_gather", x, dim)
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Finish:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return self._start("reduce_scatter", x, dim)
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Finish:
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         return self._start("all_to_all", x, split_dim, concat_dim)
 
-    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Finish:
+    def exchange_rows(self, x: Tensor, lengths: Lengths) -> Pending:
         return self._start("exchange_rows", x, lengths)
 
-    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Finish:
+    def gather_rows(self, x: Tensor, lengths: Sequence[int]) -> Pending:
         return self._start("gather_rows", x, lengths)
 
 

@@ -10,36 +10,44 @@ from colossus.comm import log
 
 
 class Pending:
-    """A started collective. ``wait()`` returns its result; call it once."""
+    """A started collective. ``wait()`` returns its result; call it once.
 
-    __slots__ = ("_entry", "_finish")
+    Args:
+        finish: waits for the collective.
+        change: makes the result of what ``finish`` returns, when the collective is over.
+    """
 
-    def __init__(self, finish: Callable[[], Tensor], entry: log.Entry | None) -> None:
-        self._finish = finish
-        self._entry = entry
+    __slots__ = ("_change", "_entry", "_finish")
+
+    def __init__(self, finish: Callable[[], Tensor], change: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._finish, self._change = finish, change
+        self._entry: log.Entry | None = None
 
     def wait(self) -> Tensor:
         result = self._finish()
         if self._entry is not None:
             self._entry.done = True
-        return result
+        return result if self._change is None else self._change(result)
+
+    def logged(self, entry: log.Entry | None) -> Pending:
+        """Mark an entry of the log when the collective is over."""
+        self._entry = entry
+        return self
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """Return a handle of the same collective whose result is ``change`` of this one's."""
-        finish = self.wait
-        return Pending(lambda: change(finish()), None)
+        first = self._change
+        after = Pending(self._finish, change if first is None else lambda result: change(first(result)))
+        return after.logged(self._entry)
 
 
 class Ready(Pending):
     """A result that is already here."""
 
-    __slots__ = ("_value",)
+    __slots__ = ()
 
     def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def wait(self) -> Tensor:
-        return self._value
+        super().__init__(lambda: value)
 
 
 #: a generator that yields each started stage, is sent its result, and returns the result of the last
@@ -64,6 +72,9 @@ class Staged(Pending):
         """Wait for the stage that is under way, and start the next; do nothing where the last is over."""
         if self._under_way is not None:
             self._go_on(self._under_way.wait())
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        return Pending(self.wait, change)
 
     def wait(self) -> Tensor:
         while self._result is None:

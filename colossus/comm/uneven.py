@@ -56,7 +56,7 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
     leaving = (len(x) - lengths.sent[group.index]) * _row_bytes(x)
     entry = collectives.record("all_to_all", x, group, what=what, sent=leaving)
     most = max(map(sum, lengths.matrix)) * _row_bytes(x)
-    return Pending(transport_of(x, group, most).exchange_rows(x, lengths), entry)
+    return transport_of(x, group, most).exchange_rows(x, lengths).logged(entry)
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = "rows") -> Pending:
@@ -69,7 +69,7 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
         what: a label; the bytes are counted under ``all_gather <what>``.
     """
     entry = collectives.record("all_gather", x, group, what=what)
-    return Pending(transport_of(x, group, max(lengths) * _row_bytes(x)).gather_rows(x, lengths), entry)
+    return transport_of(x, group, max(lengths) * _row_bytes(x)).gather_rows(x, lengths).logged(entry)
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -83,7 +83,7 @@ def gather_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pendin
     through shared memory one of each. Its own result has no meaning.
     """
     entry = collectives.record("all_gather", x, group)
-    return Pending(transport_of(x, group).gather_filled(x, fill, take), entry)
+    return transport_of(x, group).gather_filled(x, fill, take).logged(entry)
 
 
 def reduce_scatter_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pending:
@@ -93,4 +93,4 @@ def reduce_scatter_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -
     addends depends on the way that the tensors travelled. Their order is the same on all ranks.
     """
     entry = collectives.record("reduce_scatter", x, group)
-    return Pending(transport_of(x, group).scatter_filled(x, fill, take), entry)
+    return transport_of(x, group).scatter_filled(x, fill, take).logged(entry)

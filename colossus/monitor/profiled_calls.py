@@ -171,7 +171,7 @@ def _waiting_in_region(started: Any, name: str, part: str, regions: Regions) -> 
         with regions.region(name, part):
             return finish()
 
-    return Pending(wait, None) if isinstance(started, Pending) else wait
+    return Pending(wait) if isinstance(started, Pending) else wait
 
 
 def in_order(parts: Sequence[str]) -> list[str]:

@@ -106,7 +106,7 @@ class Panels:
             self._multiply_into(self._split(y, self.y_blocks).select(self.dim + 1, index), panel, w, bias)
         if y is not None:
             return Ready(y)
-        return Pending(lambda: self.join([reduction.wait() for reduction in reductions], self.y_blocks), None)
+        return Pending(lambda: self.join([reduction.wait() for reduction in reductions], self.y_blocks))
 
     def join(self, panels: Sequence[Tensor], blocks: int) -> Tensor:
         """Return the rows of all panels in their order; a panel has a part of so many blocks of them."""

@@ -45,7 +45,7 @@ def test_parts_come_in_group_order_and_slots_are_not_overwritten_early(world: in
             mine = torch.full((1 + turn * 37,), float(turn * 10 + context.rank))
             waiting = channel._share(mine, lambda parts: torch.stack(parts).clone())
             mine.fill_(-1.0)  # what was shown has been copied
-            got = waiting()
+            got = waiting.wait()
             expected = torch.tensor([float(turn * 10 + rank) for rank in group.ranks])[:, None]
             assert torch.equal(got, expected.expand_as(got))
 
@@ -153,13 +153,13 @@ def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
         group = context.group("tensor")
         channel = channel_for(torch.ones(1), group)
         assert channel is not None
-        channel._share(torch.ones(1), _sum)()
+        channel._share(torch.ones(1), _sum).wait()
         if context.rank == 1:
             time.sleep(1.5)
             return
         for peer in channel.peers.values():
             peer.settimeout(0.3)
-        channel._share(torch.ones(1), _sum)()
+        channel._share(torch.ones(1), _sum).wait()
 
     with pytest.raises(RankError, match="timeout: rank 1 did not come to collective #2 within"):
         run_ranks(2, body)

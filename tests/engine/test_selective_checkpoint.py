@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks
 
 import colossus
 from colossus import layers
-from colossus.comm import collectives, uneven
+from colossus.comm import tensor_transport, uneven
 from colossus.config import load_config
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
@@ -88,7 +88,7 @@ def with_functional_collectives_out_of_reach(context: ParallelContext) -> None:
         lambda: layers.TransformerBlock(24, 12, None, 48, dropout=0.1, activation_checkpoint="selective"), context
     )
     x = own(context, torch.ones(BATCH, TOKENS, 24)).requires_grad_()
-    with patch.object(collectives, "_functional", None):
+    with patch.object(tensor_transport, "_functional", None):
         layers.to_whole(block(layers.to_residual(x, block.parallel))).square().sum().backward()
     assert x.grad is not None
 
