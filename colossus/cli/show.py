@@ -9,8 +9,9 @@ import shutil
 
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load, path_argument, size_argument
-from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
+from colossus.config import Config, ConfigError
+from colossus.config.plan_head import as_lines, plan_head
+from colossus.config.plans import name_of
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.launch.checks import check_model
 from colossus.launch.servers import describe_servers, num_servers
@@ -151,29 +152,10 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
 
 
 def _head(config: Config) -> str:
-    parallel = config.parallel
-    assert parallel.data is not None
-    batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
-    samples = getattr(model_options(config), "samples", "samples")
-    microbatch_size = batch // (parallel.data * microbatches)
-    lines = [
-        f"plan        {describe_plan(config)}: {describe_processes(world_size(parallel))}",
-        f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
-        f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {microbatch_size}",
-        f"model       {_model(config)}",
-    ]
-    if (budget := config.train.tokens_per_microbatch) is not None:
-        lines[2] = f"batch       {batch} {samples}, in microbatches of at most {budget:,} tokens on each data rank"
-    if config.train.batch_ramp is not None:
-        lines.insert(3, f"ramp        {config.train.batch_ramp}")
-    options = strategy_options(config)
-    if options is not None and (promise := options.describe(parallel.data)):
-        lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")
+    rows = {**plan_head(config), "model": _model(config)}
     if servers := num_servers(config, 1):
-        lines.append(f"servers     {describe_servers(servers, 1)}")
-    if config.train.activation_checkpoint.type != "none":
-        lines.append(f"recomputed  {config.train.activation_checkpoint}")
-    return "\n".join([str(config.name), *lines])
+        rows["servers"] = describe_servers(servers, 1)
+    return f"{config.name}\n{as_lines(rows)}"
 
 
 def _model(config: Config) -> str:

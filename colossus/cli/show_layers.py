@@ -10,7 +10,7 @@ from torch import nn
 
 from colossus.arithmetic import aligned, byte_count
 from colossus.config import Config, ConfigError
-from colossus.config.plans import describe_plan
+from colossus.config.plan_head import as_lines, plan_head
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.parallelize import Conversion, conversion_of
@@ -62,7 +62,8 @@ def render_layers(config: Config) -> str:
         rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
         if swap is not None and swap.why:
             reasons.append((name, f"is alone: {swap.why}"))
-    head = f"plan        {describe_plan(config)}\nsaved       {byte_count(max(saved, 0.0))} a token by pairs"
+    saving = f"{byte_count(max(saved, 0.0))} a token by pairs"
+    head = as_lines({"plan": plan_head(config)["plan"], "saved": saving})
     whole = _whole_weights(model, conversion) if context.size("tensor") > 1 else []
     if context.size("tensor") > 1:
         nbytes, total = sum(size for *_, size in whole), sum(map(_full_bytes, model.parameters()))

@@ -10,7 +10,8 @@ from torch.nn.parameter import UninitializedParameter
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.comm.accounting import sent
 from colossus.config import Config, ConfigError
-from colossus.config.plans import describe_plan, name_of, strategy_options
+from colossus.config.plan_head import as_lines, plan_head
+from colossus.config.plans import name_of, strategy_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.exact_options import HybridOptions
@@ -48,7 +49,7 @@ def render_strategy(config: Config) -> str:
     rows.append((counted(len(dense), "dense parameter"), "-", all_reduced, "-", "-", "dense"))
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
-    head = f"strategy    {name}{promise and f' ({promise})'}\nplan        {describe_plan(config)}"
+    head = as_lines({"strategy": f"{name}{promise and f' ({promise})'}", "plan": plan_head(config)["plan"]})
     return "\n\n".join([head, aligned([_HEADER, *rows], left_columns=(0, 1, 5)), *([_NOTE] if surveyed.tables else [])])
 
 

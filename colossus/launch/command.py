@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from colossus import machine
-from colossus.arithmetic import counted, factors
+from colossus.arithmetic import counted
 from colossus.checkpoint.weight_sources import describe_weights
-from colossus.config import Config, ConfigError, model_options, state_config
-from colossus.config.plans import describe_processes, describe_zero
-from colossus.context.grid import PUBLIC_NAMES, build_grid
+from colossus.config import Config, ConfigError, state_config
+from colossus.config.plan_head import as_lines, plan_head
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import resolve_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_model, check_required, describe_device
@@ -224,49 +223,24 @@ def _flush() -> None:
 
 def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
     """Return the plan, processes, device, model and batch of a run as aligned lines, before a process is started."""
-    parallel, train, microbatches = config.parallel, config.train, config.schedule.microbatches
-    grid, data = build_grid(parallel), parallel.data or 1
-    sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
-    sections = (("tensor", parallel.tensor), ("sequence", parallel.sequence))
-    modes = [f"{name} mode {section.mode}" for name, section in sections if section.size > 1]
-    modes += filter(None, [describe_zero(parallel)])
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{counted(machine.threads_per_rank(local_ranks), 'thread')} each, {machine.usable_cores()} cores here"
     parameters = "not known before the model is built"
     if model is not None:
         on_rank = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
         parameters = f"{model.num_parameters:,} in the model{on_rank}"
-    samples = getattr(model_options(config), "samples", "samples")
-    factors_of_batch = (
-        f"{counted(data, 'data rank')} x {counted(microbatches, 'microbatch', 'es')} x "
-        f"{train.global_batch_size // data // microbatches}"
-    )
-    if train.tokens_per_microbatch is not None:
-        factors_of_batch = f"microbatches of at most {train.tokens_per_microbatch:,} tokens on each data rank"
-    rows = [
-        (
-            "plan",
-            f"{factors(sizes)} = {describe_processes(grid.world_size)}" + (f" ({', '.join(modes)})" if modes else ""),
-        ),
-        ("processes", f"{local_ranks}{where}, {threads}"),
-    ]
+    rows = [*plan_head(config).items(), ("processes", f"{local_ranks}{where}, {threads}")]
     if servers := num_servers(config, nnodes):
         rows.append(("servers", describe_servers(servers, nnodes)))
     rows += [("device", describe_device(config, local_ranks)), ("parameters", parameters)]
     for number, stage in enumerate(model.stages if model is not None else ()):
         rows.append(("" if number else "stages", stage.removeprefix("stage ")))
     rows += [("" if at else "groups", line) for at, line in enumerate(model.group_rules if model is not None else ())]
-    rows += [
-        ("batch", f"{train.global_batch_size} {samples} per step: {factors_of_batch}"),
-        *([("ramp", str(train.batch_ramp))] if train.batch_ramp is not None else []),
-        ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),
-    ]
-    if train.activation_checkpoint.type != "none":
-        rows.append(("recomputed", str(train.activation_checkpoint)))
+    rows.append(("steps", f"{config.train.steps}, {config.train.precision.name}, seed {config.train.seed}"))
     if origin is not None:
         rows.append(("run folder", str(origin.folder or run_folder.default_folder(config.name or "run"))))
         if origin.is_own or origin.checkpoint is not None:
             rows.append(("resumes", origin.describe()))
         if (weights := origin.find_weights()) is not None:
             rows.append(("weights", describe_weights(weights)))
-    return "\n".join(["nothing was started (--dry-run)", *(f"{key:<11} {value}" for key, value in rows)])
+    return f"nothing was started (--dry-run)\n{as_lines(rows)}"

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colossus.arithmetic import byte_count, clock, counted, factors
+from colossus.arithmetic import byte_count, clock, counted
 from colossus.checkpoint.save import SavedCheckpoint
 from colossus.comm.late import Late
 from colossus.config import model_options
-from colossus.config.plans import describe_zero
+from colossus.config.plans import describe_plan
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
@@ -80,11 +80,9 @@ class Display(Hook):
     def heading(self, engine: Engine) -> list[str]:
         """Return the description of the run that is about to start, in two or three lines."""
         grid, loaders, checkpoints = engine.context.grid, engine.loaders, engine.checkpoints
-        sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
-        zero = describe_zero(engine.config.parallel)
         lines = [
-            f"{engine.config.name}: {sizes}, {counted(grid.world_size, 'process', 'es')} on {engine.device.type}, "
-            f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
+            f"{engine.config.name}: {describe_plan(engine.config)}, {counted(grid.world_size, 'process', 'es')} on "
+            f"{engine.device.type}, {engine.num_parameters:,} parameters"
         ]
         if has_servers():
             places = [f"{endpoint['host']} (process {endpoint['process']})" for endpoint in read_environment()[0]]

@@ -59,7 +59,7 @@ train = dict(global_batch_size=8)
 #: of embedding.weight w = 128 KB: dense 2 w 3/4 = 192 KB, gather 3 alpha w = 384 KB alpha, owners 2 alpha w 3/4
 SHOWN = """\
 strategy    hybrid (exact: tables by rows)
-plan        data 4
+plan        data 4: 4 processes
 
 parameter           shape        dense          gather          owners  way
 embedding.weight    4000 x 8    192 KB  384 KB x alpha  192 KB x alpha  owners: each of 4 ranks holds its rows

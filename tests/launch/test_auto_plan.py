@@ -97,7 +97,7 @@ def test_dry_run_and_show_tell_the_plan(search: FakeSearch, tmp_path: Path, caps
     path = config_file(tmp_path, "auto")
     assert main(["launch", path, "--nproc", "2", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "data 2 x sequence 1 x tensor 1 = 2 processes (ZeRO 3)" in out
+    assert "plan        data 2, ZeRO 3: 2 processes" in out
     assert "predicted   0.5 s a step" in out
     assert main(["show", path, "--nproc", "2"]) == 0
     shown = capsys.readouterr()

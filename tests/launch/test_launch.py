@@ -296,9 +296,9 @@ def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixt
     config = ROOT / "configs" / "gpt_stdlib.py"
     assert command.run(str(config), ["train.steps=7"], run_dir="elsewhere", dry_run=True) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["plan"] == "pipeline 1 x data 2 x sequence 1 x tensor 2 = 4 processes (tensor mode 1d)"
+    assert lines["plan"] == "data 2 x tensor 2 (1d): 4 processes"
     assert lines["parameters"] == "842,496 in the model, 431,104 on rank 0"
-    assert lines["batch"] == "32 sequences per step: 2 data ranks x 1 microbatch x 16"
+    assert lines["batch"] == "32 sequences = data 2 x microbatches 1 x 16"
     assert lines["steps"].startswith("7, fp32")
     assert not Path("elsewhere").exists()
 

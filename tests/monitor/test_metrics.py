@@ -119,7 +119,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     fit(FakeEngine(steps=7, eval_every=5, log_every=3), [Display(tmp_path, stream)])
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "run: no parallelism, 1 process on cpu, 8 parameters"
+    assert lines[0] == "run: data 1, 1 process on cpu, 8 parameters"
     assert [line.split("  ")[0] for line in lines[1:-1]] == [
         *("step 1/7", "step 3/7", "step 5/7", "step 6/7", "step 7/7", "step 7/7")
     ]
