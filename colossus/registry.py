@@ -197,7 +197,11 @@ HF_FAMILIES = Registry(
 #: formats of folders with weights that are no checkpoints of ours; each recognises its folders
 WEIGHT_FORMATS = Registry(
     "format of weights",
-    {"dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint", "hf": "colossus.hf.hf_source:HuggingFace"},
+    {
+        "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
+        "deepspeed": "colossus.hf.universal_folder:UniversalCheckpoint",
+        "hf": "colossus.hf.hf_source:HuggingFace",  # asked last: folders of the others may have a config.json, too
+    },
 )
 #: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,12 +120,16 @@ def non_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StoredTensor(NamedTuple):
-    """A row-major tensor of a safetensors file: its dtype by torch's name, and the offset of its first byte."""
+    """A row-major tensor of a file: its dtype by torch's name, and the offset of its first byte.
+
+    A flat one has one dim in the place of its shape (DeepSpeed's ZeRO 3).
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    is_flat: bool = False
 
 
 class HFFolder(NamedTuple):
@@ -140,8 +145,12 @@ class HFFolder(NamedTuple):
     manifest: Manifest
 
 
-def read_folder(path: Path) -> HFFolder:
+def read_folder(path: Path, stored: Mapping[str, StoredTensor] | None = None) -> HFFolder:
     """Return a model folder that has all tensors of its config, in the config's shapes, and no others.
+
+    Args:
+        path: the folder.
+        stored: its tensors by name; None: those of its safetensors files.
 
     Raises:
         DamagedCheckpoint: a file is missing, truncated, or not of the format of its name.
@@ -150,7 +159,7 @@ def read_folder(path: Path) -> HFFolder:
     config = read_json(path / CONFIG)
     family, spec = spec_of(path, config, {})
     options = options_of(spec)
-    stored = stored_tensors(path)
+    stored = stored_tensors(path) if stored is None else stored
     if options.num_layers > len(stored):
         raise CheckpointError(
             f"{path / CONFIG}: says {options.num_layers} layers, the files have {len(stored)} tensors"
@@ -252,7 +261,7 @@ def _place(
             missing += [] if tensor.may_be_missing else [tensor.name]
             continue
         there = stored[name]
-        if there.shape != tensor.shape:
+        if there.shape != ((math.prod(tensor.shape),) if there.is_flat else tensor.shape):
             problems.append(f"{name} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
         elif there.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {there.dtype}: weights are {', '.join(_FLOATS)}")

@@ -13,7 +13,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
 from colossus.hf.family import Part, Row
-from colossus.hf.hf_folder import StoredTensor, read_folder
+from colossus.hf.hf_folder import HFFolder, StoredTensor, read_folder
 from colossus.layout.layout import Box
 
 
@@ -33,13 +33,16 @@ class HFReader(CheckpointReader):
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        placed, self.manifest = read_folder(self.folder)
+        placed, self.manifest = self._content()
         self._places: dict[str, list[tuple[Row, StoredTensor, Part, int]]] = defaultdict(list)
         for tensor, stored in placed:
             for part, first in tensor.located():
                 self._places[f"model/{part.name}"].append((tensor, stored, part, first))
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
+
+    def _content(self) -> HFFolder:
+        return read_folder(self.folder)
 
     def read_box(self, key: str, box: Box, out: Tensor) -> None:
         """Fill ``out`` with a box of a parameter, (start, stop) of every dim; ``out`` has the shape of the box.
