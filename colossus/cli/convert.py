@@ -48,7 +48,10 @@ def add_parser(commands: Any) -> None:
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
     parser.add_argument(
-        "src", type=path_argument, metavar="SRC", help=f"{CHECKPOINT}, or a folder of Hugging Face, of torch's DCP or of DeepSpeed"
+        "src",
+        type=path_argument,
+        metavar="SRC",
+        help=f"{CHECKPOINT}, or a folder of Hugging Face, of torch's DCP or of DeepSpeed",
     )
     parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not exist")
     parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form to write")
