@@ -194,15 +194,11 @@ HF_FAMILIES = Registry(
         "vit": "colossus.hf.families:ViT",
     },
 )
-#: formats of folders with weights that are no checkpoints of ours; each recognises its folders
-WEIGHT_FORMATS = Registry(
-    "format of weights",
-    {
-        "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
-        "deepspeed": "colossus.hf.universal_folder:UniversalCheckpoint",
-        "hf": "colossus.hf.hf_source:HuggingFace",  # asked last: folders of the others may have a config.json, too
-    },
-)
+#: formats of folders with weights that are no checkpoints of ours; each recognises its folders, asked by name's order
+WEIGHT_FORMATS = Registry("format of weights", {
+    "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
+    "deepspeed": "colossus.hf.hf_source:UniversalCheckpoint", "hf": "colossus.hf.hf_source:HuggingFace",
+})  # fmt: skip
 #: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",

@@ -11,6 +11,7 @@ from colossus.checkpoint.manifest import TOKENIZER_FILE, Manifest
 from colossus.config.user_path import user_path
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_folder, read_json, spec_of
 from colossus.hf.native import is_native, resolve_native
+from colossus.hf.universal_folder import is_universal, read_universal
 
 
 def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
@@ -60,3 +61,19 @@ class HuggingFace:
     @staticmethod
     def open(path: Path) -> Any:
         return importlib.import_module("colossus.hf.hf_reader").HFReader(path)
+
+
+class UniversalCheckpoint:
+    """The format of weights that `colossus.checkpoint.weight_sources` calls for DeepSpeed's universal checkpoints."""
+
+    title = "a universal checkpoint of DeepSpeed"
+    recognises = staticmethod(is_universal)
+
+    @staticmethod
+    def manifest(path: Path) -> Manifest:
+        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
+        return read_universal(path).manifest
+
+    @staticmethod
+    def open(path: Path) -> Any:
+        return importlib.import_module("colossus.hf.universal_reader").UniversalReader(path)

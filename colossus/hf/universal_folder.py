@@ -13,29 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import Manifest
 from colossus.hf.hf_folder import CONFIG, HFFolder, StoredTensor, read_folder
 
 PARAMETERS, WEIGHT = "zero", "fp32.pt"
 
 
-class UniversalCheckpoint:
-    """The format of weights that `colossus.checkpoint.weight_sources` calls for DeepSpeed's universal checkpoints."""
-
-    title = "a universal checkpoint of DeepSpeed"
-
-    @staticmethod
-    def recognises(path: Path) -> bool:
-        return next((path / PARAMETERS).glob(f"*/{WEIGHT}"), None) is not None
-
-    @staticmethod
-    def manifest(path: Path) -> Manifest:
-        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
-        return read_universal(path).manifest
-
-    @staticmethod
-    def open(path: Path) -> Any:
-        return importlib.import_module("colossus.hf.universal_reader").UniversalReader(path)
+def is_universal(path: Path) -> bool:
+    """Return whether a folder has parameters as universal checkpoints do."""
+    return next((path / PARAMETERS).glob(f"*/{WEIGHT}"), None) is not None
 
 
 def read_universal(path: Path) -> HFFolder:
