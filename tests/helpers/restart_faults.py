@@ -230,10 +230,10 @@ def saved(folder: Path) -> list[bytes]:
 
 
 def restarts_of(folder: Path) -> list[dict[str, Any]]:
-    """A row of each restart: its number, the cause, and what it has cost, where its ranks have trained."""
+    """A row of each restart that trains or has ended: its number, the cause, and the cost where its ranks trained."""
     return [
         {**attempt, "restart": number, "cause": attempts[number - 1]["cause"]}
         for attempts in attempt_log.read_launches(folder / "run")
         for number, attempt in attempts.items()
-        if number
+        if number and {"from_step", "ended"} & attempt.keys()
     ]
