@@ -15,6 +15,7 @@ from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
 from colossus.comm.flat_buffer import split_as
 from colossus.comm.pending import Pending
+from colossus.comm.regions import collective, timed
 from colossus.comm.shared_memory import channel_for
 from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
 from colossus.comm.tree_sum import tree_sum
@@ -46,6 +47,7 @@ def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Tr
     return Gloo(group) if x.device.type == "cpu" and not group.is_fake else Transport(group)
 
 
+@timed(collective("all_reduce"), starts=True)
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
     """Start to sum ``x`` over the group, or to take its maximum; every rank gets the result.
 
@@ -62,6 +64,7 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     return transport_of(x, group).all_reduce(x, op, owned and x.is_contiguous()).logged(entry)
 
 
+@timed(collective("all_gather"), starts=True)
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> Pending:
     """Start to concatenate the tensors of the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..].
 
@@ -77,6 +80,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
     return transport_of(rows, group).all_gather(rows, dim).logged(entry)
 
 
+@timed(collective("reduce_scatter"), starts=True)
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     """Start to sum over the group; each rank gets its shard along ``dim``: [.., n s, ..] -> [.., s, ..].
 
@@ -89,6 +93,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     return transport_of(x, group).reduce_scatter(x, dim).logged(entry)
 
 
+@timed(collective("all_to_all"), starts=True)
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
     """Start to change which dim is sharded: send chunks along ``split_dim``, concatenate along ``concat_dim``.
 
@@ -101,6 +106,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     return transport_of(x, group).all_to_all(x, split_dim, concat_dim).logged(entry)
 
 
+@timed(collective("broadcast"))
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     """Overwrite ``x`` on every rank with that of the rank at index ``source`` of the group.
 

@@ -23,6 +23,7 @@ from colossus.comm import accounting, host_staging, log
 from colossus.comm.flat_buffer import FlatBuffer
 from colossus.comm.mailbox import Receiver, Sender
 from colossus.comm.peer_gone import PeerGone
+from colossus.comm.regions import over, timed
 from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
 
@@ -50,6 +51,7 @@ class Incoming:
         self.finish: Wait | None = None
         self._device = device
 
+    @timed(lambda message: (f"wait for the {message.label}", over(message.entry.axes)))
     def wait(self) -> list[Tensor]:
         if self.finish is not None:
             self.finish()
@@ -100,6 +102,7 @@ class Links:
                 self._receivers[source] = Receiver(mapped.segment(number), mapped.incoming[source], self._name(source))
                 self._posted[source] = deque()
 
+    @timed(lambda links, to, tensors, label, key=None: (f"send of the {label}", over(str(links._group))), starts=True)
     def send(self, to: int, tensors: Sequence[Tensor], label: str, key: object = None) -> Wait:
         """Start to send tensors to a rank.
 
@@ -154,6 +157,7 @@ class Links:
         incoming.finish = finish
         return incoming
 
+    @timed(lambda links, to, source, tensors, label: (f"exchange of the {label}", over(str(links._group))), starts=True)
     def exchange(self, to: int, source: int, tensors: Sequence[Tensor], label: str) -> Callable[[], list[Tensor]]:
         """Start to send to one rank and to receive tensors of the same shapes from another, all at once.
 

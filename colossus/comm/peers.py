@@ -29,6 +29,7 @@ from colossus.comm.messages import Messages, head_of
 from colossus.comm.net import Stream, WireError
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_gone import PeerGone
+from colossus.comm.regions import over, timed
 from colossus.context.groups import AxisGroup
 
 _INDEX = struct.Struct("<H")
@@ -178,6 +179,7 @@ class PeerLinks:
 
     # -- in -----------------------------------------------------------------------------------------------
 
+    @timed(lambda links, *_, **__: ("wait for a replica", over(str(links.group))))
     def receive(
         self, source: int, kind: int, number: int, while_waiting: Callable[[], object] = lambda: None
     ) -> Message:

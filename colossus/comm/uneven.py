@@ -17,6 +17,7 @@ from torch import Tensor
 from colossus.comm import collectives, host_staging
 from colossus.comm.collectives import transport_of
 from colossus.comm.pending import Pending
+from colossus.comm.regions import collective, timed
 from colossus.comm.tensor_transport import Fill, Lengths, Take
 from colossus.context.groups import AxisGroup
 
@@ -43,6 +44,7 @@ def agree(
     return Lengths.of([row[:n] for row in rows], group.index), [row[n:] for row in rows]
 
 
+@timed(collective("all_to_all"), starts=True)
 def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows") -> Pending:
     """Start to send each rank its part of ``x``: [rows sent, ..] -> [rows received, ..], in group order.
 
@@ -59,6 +61,7 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
     return transport_of(x, group, most).exchange_rows(x, lengths).logged(entry)
 
 
+@timed(collective("all_gather"), starts=True)
 def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = "rows") -> Pending:
     """Start to concatenate the tensors of all ranks along dim 0: [own rows, ..] -> [sum of rows, ..].
 
@@ -76,6 +79,7 @@ def _row_bytes(x: Tensor) -> int:
     return x.shape[1:].numel() * x.element_size()
 
 
+@timed(collective("all_gather"), starts=True)
 def gather_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pending:
     """Start an all-gather of a flat tensor like ``x`` that ``fill`` writes, into ``x`` or into shared memory.
 
@@ -86,6 +90,7 @@ def gather_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pendin
     return transport_of(x, group).gather_filled(x, fill, take).logged(entry)
 
 
+@timed(collective("reduce_scatter"), starts=True)
 def reduce_scatter_filled(x: Tensor, group: AxisGroup, fill: Fill, take: Take) -> Pending:
     """Start a reduce-scatter of a tensor like ``x``, [ranks, size], that ``fill`` writes.
 

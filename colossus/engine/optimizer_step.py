@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from colossus.comm.host_transfer import HostRead
 from colossus.comm.late import Late
+from colossus.comm.regions import OPTIMIZER, in_region, over_replicas, region
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
@@ -89,6 +90,7 @@ class OptimizerStep:
         if self.spike_watch is not None:
             self.spike_watch.after_step(result)
 
+    @in_region("optimizer step", OPTIMIZER)
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]
     ) -> StepResult:
@@ -116,9 +118,11 @@ class OptimizerStep:
             found_inf = self.watch.check(step + 1, own[2], own[1], totals.loss_sum)
             lr = self.learning_rate.set(step)
             self._is_running = True
-            strategy.step(self._optimizer, scale, before_update, found_inf, self._train.clip_grad_value)
+            with region("optimizer update", OPTIMIZER):
+                strategy.step(self._optimizer, scale, before_update, found_inf, self._train.clip_grad_value)
             self._is_running = False
-            strategy.after_step(step)
+            with region("strategy after_step", over_replicas(context)):
+                strategy.after_step(step)
             numbers = strategy.reduce_scalars(step, own)
             requests = sum(read.wait().item() for read, _ in self._stops.push(HostRead(own[3]), None))
             stops = strategy.agree_on_stop(step, requests)
@@ -148,6 +152,7 @@ class OptimizerStep:
                 f"loop adds to a loss belong into loss_fn"
             )
 
+    @in_region("gradient norm", OPTIMIZER)
     def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the step's numbers, by one small all-reduce over all axes, and the factor of the gradients.
 

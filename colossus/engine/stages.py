@@ -12,6 +12,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 
+from colossus.comm.regions import over_replicas, region
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.model_input import model_input
 from colossus.data_parallel.strategy import BackwardKind, Strategy
@@ -190,7 +191,8 @@ class ModelStages:
                 for stage in self._parameters:
                     self._strategy.last_backward(stage)
                     self._strategy.reduce(stage)
-            self._strategy.finish()
+            with region("strategy finish", over_replicas(self._strategy.parts.context)):
+                self._strategy.finish()
 
 
 class ForwardRng:

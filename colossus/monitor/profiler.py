@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity
 from colossus.arithmetic import aligned
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
+from colossus.comm.regions import profiled
 from colossus.config.training import Profile
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.monitor.profiled_calls import DATA_WAIT, in_order, profiled, replaced
-from colossus.monitor.timed_regions import Regions
+from colossus.monitor.timed_regions import Regions, in_order
 
 FOLDER, SUMMARY = "profile", "summary.json"
 #: with more ranks the table has a row for each stage of the pipeline in place of each rank
@@ -51,8 +51,8 @@ class Profiler(Hook):
         self._section = section
         self._regions: Regions | None = None
         self._first = 0
-        #: contexts that end with the profile (wrapped calls), with a step, and with the wait for its batch
-        self._profile, self._step, self._data_wait = ExitStack(), ExitStack(), ExitStack()
+        #: contexts that end with the profile, and with a step
+        self._profile, self._step = ExitStack(), ExitStack()
         self._trace: torch.profiler.profile | None = None
 
     def on_train_start(self, engine: Any) -> None:
@@ -63,17 +63,15 @@ class Profiler(Hook):
     def on_step_start(self, engine: Any) -> None:
         first, last = self._section.steps
         step = engine.completed_steps + 1
-        if not first - 1 <= step <= last:
+        if not first <= step <= last:
             return
         if self._regions is None:
-            self._wrap(engine)
-        assert self._regions is not None
-        if step >= first:
-            if not self._regions.steps:
-                self._first = step
-                self._start_together(engine)
-            self._step.enter_context(self._regions.step(step))
-            self._data_wait.enter_context(self._regions.region(DATA_WAIT, DATA_WAIT))
+            self._regions = Regions(engine.device)
+            self._profile.enter_context(profiled(self._regions))
+            self._first = step
+            self._start_together(engine)
+        self._step.enter_context(self._regions.step(step))
+        self._regions.wait_for_batch()
 
     def on_step_end(self, engine: Any, result: StepResult) -> None:
         self._step.close()
@@ -85,19 +83,6 @@ class Profiler(Hook):
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
         self._profile.close()  # ending a step or a trace would wait for a device that may be stuck
-
-    def _wrap(self, engine: Any) -> None:
-        """Wrap the calls, one step ahead if possible, since compiled functions that call them are compiled again."""
-        self._regions = Regions(engine.device)
-        self._profile.enter_context(profiled(engine, self._regions))
-        train_step = engine.train_step
-
-        def step_with_batch(batch: Any) -> StepResult:
-            self._data_wait.close()
-            result: StepResult = train_step(batch)
-            return result
-
-        self._profile.enter_context(replaced(engine, "train_step", step_with_batch))
 
     def _start_together(self, engine: Any) -> None:
         """Start the traces, and wait for all ranks, since the first start takes long."""

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from colossus.arithmetic import counted
+from colossus.comm.regions import GATHERS, PIPELINE_IDLE, profiled
 from colossus.config.watches import StragglerSection
 from colossus.context.grid import RankGrid
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.monitor.profiled_calls import PIPELINE_IDLE, profiled
-from colossus.monitor.timed_regions import GATHERS, Regions
+from colossus.monitor.timed_regions import Regions
 
 log = logging.getLogger("colossus.monitor")
 
@@ -50,7 +50,7 @@ class Stragglers(Hook):
 
     def __init__(self, section: StragglerSection) -> None:
         self._section = section
-        self._wrapped, self._step = ExitStack(), ExitStack()
+        self._profile, self._step = ExitStack(), ExitStack()
         self._regions: Regions | None = None
         self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
         self._first = 0
@@ -70,18 +70,18 @@ class Stragglers(Hook):
     def on_step_start(self, engine: Any) -> None:
         step = engine.completed_steps + 1
         is_warm = step > self._first  # in the first step ranks connect
-        profile = engine.config.train.profile  # it wraps the same calls, one step ahead
-        is_profiled = profile is not None and profile.steps[0] - 1 <= step <= profile.steps[1]
+        profile = engine.config.train.profile
+        is_profiled = profile is not None and profile.steps[0] <= step <= profile.steps[1]
         if step % self._every == 0 and is_warm and not is_profiled and dist.is_initialized():
             self._regions = Regions(engine.device)
-            self._wrapped.enter_context(profiled(engine, self._regions))
+            self._profile.enter_context(profiled(self._regions))
             self._step.enter_context(self._regions.step(step))
 
     def on_step_end(self, engine: Any, result: StepResult) -> None:
         if self._regions is None:
             return
         self._step.close()
-        self._wrapped.close()
+        self._profile.close()
         (parts,), self._regions = self._regions.steps, None
         entry = json.dumps([result.step, computing(parts), socket.gethostname()])
         store = engine.context.store()
@@ -90,7 +90,7 @@ class Stragglers(Hook):
             self._compare(store)
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        self._wrapped.close()  # ending the step would wait for a device that may be stuck
+        self._profile.close()  # ending the step would wait for a device that may be stuck
 
     def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         slowest, self._slowest = self._slowest, None
@@ -133,7 +133,7 @@ def computing(parts: Mapping[str, float]) -> float:
     """Return the seconds of a step in which a rank does not wait for others.
 
     Args:
-        parts: parts of the step, as in `profiled_calls`.
+        parts: parts of the step, as in `colossus.comm.regions`.
     """
     waits = (PIPELINE_IDLE, GATHERS)
     return sum(seconds for part, seconds in parts.items() if part not in waits and not part.startswith("over "))

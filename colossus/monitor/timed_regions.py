@@ -9,18 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-#: the part of a step that is in no region
-REST = "rest"
-#: the part of a step in which weights are gathered; collectives inside of such a region belong to it
-GATHERS = "gathers"
+from colossus.comm.regions import DATA_WAIT, GATHERS, OPTIMIZER, PIPELINE_IDLE, REST
+
+#: parts of a step beside those over axes (`over`), in the order of tables
+BEFORE_AXES = ("forward", "backward", "wgrad")
+AFTER_AXES = (GATHERS, PIPELINE_IDLE, OPTIMIZER, DATA_WAIT, REST)
 
 
 class HostClock:
@@ -78,6 +79,8 @@ class Regions:
         self._open: list[tuple[str, str]] = []
         #: (time, part that begins then) in the running step
         self._marks: list[tuple[Any, str]] | None = None
+        #: region of the wait for a batch
+        self._data_wait = ExitStack()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -91,6 +94,13 @@ class Regions:
         for (began, part), (ended, _) in pairwise(marks):
             seconds[part] += self._clock.seconds(began, ended)
         self.steps.append(dict(seconds))
+
+    def wait_for_batch(self) -> None:
+        """Begin the region of a wait for a batch, which `batch_is_here` ends."""
+        self._data_wait.enter_context(self.region(DATA_WAIT, DATA_WAIT))
+
+    def batch_is_here(self) -> None:
+        self._data_wait.close()
 
     @contextmanager
     def region(self, name: str, part: str) -> Iterator[None]:
@@ -119,3 +129,10 @@ class Regions:
     def _counts_thread(self) -> bool:
         # the id is -1 in a thread that runs no backward
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+
+def in_order(parts: Sequence[str]) -> list[str]:
+    """Return parts of steps in the order of tables: computation, axes by name, waits."""
+    named, present = (*BEFORE_AXES, *AFTER_AXES), set(parts)
+    axes = sorted(present - set(named))
+    return [part for part in (*BEFORE_AXES, *axes, *AFTER_AXES) if part in present]

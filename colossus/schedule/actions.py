@@ -142,3 +142,27 @@ def in_flight(own: Sequence[Action]) -> list[int]:
         count += (action.kind == "forward") - (action.kind in LAST_USE)
         out.append(count)
     return out
+
+
+#: kind of an action -> the name of its region in a profile, and its part of a step
+_REGIONS = {
+    "forward": ("forward", "forward"),
+    "backward": ("backward", "backward"),
+    "backward_input": ("backward of inputs", "backward"),
+    "backward_weight": ("wgrad", "wgrad"),
+}
+
+
+def region_of(action: Action, sums: str) -> tuple[str, str] | None:
+    """Return the name and the part of an action in a profile; None for messages, which have regions of their own.
+
+    Args:
+        action: the action.
+        sums: the part to which sums of gradients belong.
+    """
+    if action.kind == "reduce":
+        return f"sums of gradients stage {action.stage}", sums
+    if action.kind not in _REGIONS:
+        return None
+    name, part = _REGIONS[action.kind]
+    return f"{name} stage {action.stage} microbatch {action.microbatch}", part

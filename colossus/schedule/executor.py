@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from colossus.comm.regions import over_replicas, timed
 from colossus.layers.model_parallel import ModelParallel
-from colossus.schedule.actions import COMPUTE, LAST_USE, Action
+from colossus.schedule.actions import COMPUTE, LAST_USE, Action, region_of
 from colossus.schedule.transport import Transport, ValueSpec, batch_signature, flatten_value, unflatten_value
 
 #: (stage, microbatch)
@@ -186,12 +187,11 @@ class Executor:
             for receive in early.get(index, ()):
                 if not transport.post_receive(receive, state.signatures[receive.microbatch], early=True):  # type: ignore[union-attr]
                     break
-            if last_backwards.get(action.stage) == index:
+            if is_last := last_backwards.get(action.stage) == index:
                 self.stages.before_last_backward(action.stage)
-                self._do(action, state)
+            self._do(action, state)
+            if is_last:
                 self.stages.after_last_backward(action.stage)
-            else:
-                self._do(action, state)
             for observer in self.observers:
                 observer.after_action(action, began, time.perf_counter())
         if transport is not None:
@@ -199,6 +199,7 @@ class Executor:
         zero = torch.zeros((), dtype=torch.float64, device=self.parallel.context.device)
         return StepTotals(_total(state.loss_sums, zero), _total(state.counts, zero), state.peak_in_flight)
 
+    @timed(lambda executor, action, _: region_of(action, over_replicas(executor.parallel.context)))
     def _do(self, action: Action, state: _State) -> None:
         kind, key = action.kind, (action.stage, action.microbatch)
         if kind == "forward":

@@ -19,6 +19,7 @@ from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import dial
 from colossus.comm.messages import Messages, copy, send
 from colossus.comm.net import WireError
+from colossus.comm.regions import in_region
 from colossus.server.calls import Refused, Reply, ServerGone
 
 T = TypeVar("T")
@@ -208,6 +209,7 @@ class Handle(Generic[T]):
         """Return a handle whose result is ``use`` of this result, computed when it is waited for."""
         return Handle(self._calls, lambda _: use(self.wait()))
 
+    @in_region("wait for the servers", "over servers")
     def wait(self, timeout: float | None = None) -> T:
         """Return the result once all servers have answered. May be called again, and from any thread.
 

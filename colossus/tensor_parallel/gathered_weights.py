@@ -20,6 +20,7 @@ from torch import Tensor
 from colossus.comm.autograd import is_recorded
 from colossus.comm.kept_results import keeps_results, kept
 from colossus.comm.pending import Pending, Ready
+from colossus.comm.regions import GATHERS, timed
 from colossus.context.precision import Precision
 from colossus.layout.parameter_hooks import user_hooks
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -142,6 +143,7 @@ class GatheredWeights:
         """True if backward uses the weight that forward gathered."""
         return self.scope != "matmul"
 
+    @timed(lambda _, weight, plan, dtype: ("gather of a weight", GATHERS) if plan.forward else None, starts=True)
     def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
         """Start to get the weight for a product: its shard, cast and moved by ``plan.forward``, or the gathered one."""
         changes = bool(plan.forward) or dtype != weight.dtype

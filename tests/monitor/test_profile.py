@@ -23,17 +23,14 @@ from helpers.training import SIZES, config_of
 
 import colossus
 from colossus.cli.main import main
-from colossus.comm import collectives
+from colossus.comm import regions
 from colossus.config.training import Profile
 from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
-from colossus.monitor.profiled_calls import points
 from colossus.monitor.profiler import Profiler, mean_parts, table
 from colossus.monitor.timed_regions import GATHERS, Regions
 
 STEPS, PROFILED = 5, (3, 4)
-#: those in which calls are wrapped: one more, for what is compiled
-WRAPPED = (2, 3, 4)
 NUM_PROFILED = 2
 MICROBATCHES = 2
 #: seconds for which a slow stage sleeps in each forward
@@ -56,7 +53,7 @@ class Watch(Hook):
     """What the calls are in each step, and how long that takes without and with what is around it."""
 
     def __init__(self) -> None:
-        self.wrapped: dict[int, set[bool]] = {}
+        self.profiled: dict[int, set[bool]] = {}
         self.seconds: dict[int, list[float]] = {}
 
     def on_train_start(self, engine: Any) -> None:
@@ -66,9 +63,7 @@ class Watch(Hook):
             began = time.perf_counter()
             result = train_step(batch)
             self.seconds[result.step] = [time.perf_counter() - began]
-            self.wrapped[result.step] = {
-                hasattr(getattr(point.owner, point.name), "__wrapped__") for point in points(engine)
-            }
+            self.profiled[result.step] = regions._current is not None
             return result
 
         engine.train_step = timed
@@ -103,16 +98,15 @@ def profile(
     if engine.context.index("pipeline") == slow_stage:
         blocks = [module for module in engine.model.modules() if isinstance(module, TransformerBlock)]
         blocks[-1].register_forward_hook(lambda *_: time.sleep(SLEEP))
-    before = [vars(point.owner).get(point.name) for point in points(engine)]
     watch = Watch()
     loss = fit(engine, [watch, Profiler(section), After(watch)]).loss
-    assert [vars(point.owner).get(point.name) for point in points(engine)] == before
+    assert regions._current is None
     engine.close()
     if same_without:
         engine = colossus.initialize(settings, data=dict(type=Samples))
         assert fit(engine).loss == loss
         engine.close()
-    return watch.wrapped, watch.seconds
+    return watch.profiled, watch.seconds
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -139,11 +133,11 @@ def test_a_pipeline_with_a_slow_stage(tmp_path: Path) -> None:
     assert summary["steps"] == list(PROFILED)
     assert adds_up(summary)
     assert [(one["rank"], one["stage"]) for one in summary["ranks"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    for one, (wrapped, seconds) in zip(summary["ranks"], by_rank, strict=True):
+    for one, (profiled, seconds) in zip(summary["ranks"], by_rank, strict=True):
         assert set(one["seconds"]) <= set(summary["parts"])
         inside, around = (sum(seconds[step][at] for step in PROFILED) / NUM_PROFILED for at in (0, 1))
         assert inside < one["step_seconds"] < around
-        assert wrapped == {step: {step in WRAPPED} for step in range(1, STEPS + 1)}
+        assert profiled == {step: step in PROFILED for step in range(1, STEPS + 1)}
     first, second, third, fourth = (one["seconds"] for one in summary["ranks"])
     for early, late in ((first, third), (second, fourth)):
         assert early["pipeline idle"] > SLEEP / 2  # it waits for the slow stage
@@ -247,11 +241,11 @@ def test_a_resumed_run_counts_from_its_beginning(tmp_path: Path, capsys: pytest.
         assert (tmp_path / "profile").exists() == bool(steps)
 
 
-def test_nothing_is_left_wrapped_after_a_failure(tmp_path: Path) -> None:
+def test_no_profile_is_left_after_a_failure(tmp_path: Path) -> None:
     class Fail(Hook):
         def on_step_start(self, engine: Any) -> None:
             if engine.completed_steps == 3:
-                assert hasattr(collectives.all_reduce, "__wrapped__")
+                assert regions._current is not None
                 raise ArithmeticError
 
     engine = colossus.initialize(config_of(dict(data=1), STEPS, "fp32"), data=dict(type=Samples))
@@ -259,9 +253,7 @@ def test_nothing_is_left_wrapped_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         fit(engine, [Profiler(Profile(steps=PROFILED, ranks=())), Fail()])
     engine.close()
-    assert not hasattr(collectives.all_reduce, "__wrapped__")
-    assert "train_step" not in vars(engine)
-    assert not any(hasattr(getattr(point.owner, point.name), "__wrapped__") for point in points(engine))
+    assert regions._current is None
 
 
 # -- regions without a run ------------------------------------------------------------------------------------------
@@ -284,25 +276,25 @@ class Clock:
 
 
 def test_each_second_belongs_to_the_innermost_region() -> None:
-    regions = Regions(torch.device("cpu"))
-    regions._clock = Clock()  # type: ignore[assignment]
+    seconds = Regions(torch.device("cpu"))
+    seconds._clock = Clock()  # type: ignore[assignment]
 
     def elsewhere() -> None:
-        with regions.region("a thread", "of a thread"):
+        with seconds.region("a thread", "of a thread"):
             pass
 
-    with regions.region("before", "a part of no step"):
+    with seconds.region("before", "a part of no step"):
         pass
-    with regions.step(1), regions.region("forward", "forward"):
-        with regions.region("wait", "over data"), regions.region("wait", "over data"):
+    with seconds.step(1), seconds.region("forward", "forward"):
+        with seconds.region("wait", "over data"), seconds.region("wait", "over data"):
             pass
-        with regions.region("gather", GATHERS), regions.region("all_gather", "over data"):
+        with seconds.region("gather", GATHERS), seconds.region("all_gather", "over data"):
             pass
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert regions.steps == [{"rest": 2.0, "forward": 3.0, "over data": 1.0, GATHERS: 3.0}]
-    assert mean_parts([*regions.steps, {"forward": 1.0}]) == {
+    assert seconds.steps == [{"rest": 2.0, "forward": 3.0, "over data": 1.0, GATHERS: 3.0}]
+    assert mean_parts([*seconds.steps, {"forward": 1.0}]) == {
         "forward": 2.0,
         "over data": 0.5,
         GATHERS: 1.5,

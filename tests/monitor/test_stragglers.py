@@ -15,13 +15,13 @@ from helpers.ranks import run_ranks
 from helpers.training import SIZES, config_of
 
 import colossus
+from colossus.comm import regions
 from colossus.config import ConfigError, load_config
 from colossus.config.training import Profile
 from colossus.config.watches import StragglerSection
 from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.profiled_calls import points
 from colossus.monitor.profiler import Profiler
 from colossus.monitor.stragglers import Stragglers, compare, computing
 from colossus.monitor.timed_regions import HostClock
@@ -79,10 +79,9 @@ def train_profiled(rank: int, folder: Path) -> set[str]:
     more = dict(train=dict(log_every=1, profile=dict(steps=section.steps)))
     engine = colossus.initialize(config_of(dict(data=2), STEPS, "fp32", **more), data=dict(type=Samples))
     engine.run.folder = folder
-    before = [vars(point.owner).get(point.name) for point in points(engine)]
     stragglers = Stragglers(StragglerSection(rows=ROWS))
     fit(engine, [Metrics(folder / "metrics.jsonl"), stragglers, Profiler(section)])
-    assert [vars(point.owner).get(point.name) for point in points(engine)] == before
+    assert regions._current is None
     engine.close()
     return set(json.loads((folder / "profile" / "summary.json").read_text())["parts"])
 
@@ -97,7 +96,6 @@ def train_failing(rank: int) -> None:
     engine = colossus.initialize(
         config_of(dict(data=2), STEPS, "fp32", train=dict(log_every=2)), data=dict(type=Samples)
     )
-    before = [vars(point.owner).get(point.name) for point in points(engine)]
     hooks = [Hook(), Stragglers(StragglerSection(rows=ROWS))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostClock, "settle", lambda clock: pytest.fail("the device is waited for"))
@@ -105,7 +103,7 @@ def train_failing(rank: int) -> None:
         with pytest.raises(ZeroDivisionError) as error:
             fit(engine, hooks)
     assert not hasattr(error.value, "__notes__")
-    assert [vars(point.owner).get(point.name) for point in points(engine)] == before
+    assert regions._current is None
 
 
 def test_after_an_error_no_device_is_waited_for() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossus.comm import uneven
 from colossus.comm.host_transfer import beside_products
 from colossus.comm.pending import Pending
+from colossus.comm.regions import GATHERS, in_region
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
@@ -151,6 +152,7 @@ class FlatRows:
             rows = self.layout.rows_in(whole, piece, self.group.index)
             flat[piece.offset - offset :][: rows.numel()] = rows
 
+    @in_region("gather of weights: start", GATHERS)
     def start_gather(self) -> Pending:
         """Start to gather the whole parameters, whose memory is allocated when the rows of all ranks are there."""
         self.group.program.note(self.subject)

@@ -15,6 +15,7 @@ from colossus.comm import shared_memory
 from colossus.comm.autograd import is_recorded
 from colossus.comm.flat_buffer import chunks
 from colossus.comm.pending import Pending
+from colossus.comm.regions import GATHERS, in_region
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows
@@ -115,6 +116,7 @@ class ShardedBlock:
                 _put(member.places, member.param)
             self._is_placed = True
 
+    @in_region("gather of weights: wait", GATHERS)
     def _finish_gather(self) -> None:
         gathers, self._gathers = self._gathers, []
         with as_shards(), _unrecorded():
