@@ -15,8 +15,8 @@ from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
 from colossus.comm.flat_buffer import split_as
 from colossus.comm.pending import Pending
-from colossus.comm.regions import collective, timed
 from colossus.comm.shared_memory import channel_for
+from colossus.comm.step_regions import collective, timed
 from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
 from colossus.comm.tree_sum import tree_sum
 from colossus.context.groups import AxisGroup

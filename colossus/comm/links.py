@@ -23,8 +23,8 @@ from colossus.comm import accounting, host_staging, log
 from colossus.comm.flat_buffer import FlatBuffer
 from colossus.comm.mailbox import Receiver, Sender
 from colossus.comm.peer_gone import PeerGone
-from colossus.comm.regions import over, timed
 from colossus.comm.shared_memory import map_segments
+from colossus.comm.step_regions import over, timed
 from colossus.context.groups import AxisGroup
 
 _BUFFER_BYTES = 16 << 20

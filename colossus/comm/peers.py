@@ -29,7 +29,7 @@ from colossus.comm.messages import Messages, head_of
 from colossus.comm.net import Stream, WireError
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_gone import PeerGone
-from colossus.comm.regions import over, timed
+from colossus.comm.step_regions import over, timed
 from colossus.context.groups import AxisGroup
 
 _INDEX = struct.Struct("<H")

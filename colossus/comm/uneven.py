@@ -17,7 +17,7 @@ from torch import Tensor
 from colossus.comm import collectives, host_staging
 from colossus.comm.collectives import transport_of
 from colossus.comm.pending import Pending
-from colossus.comm.regions import collective, timed
+from colossus.comm.step_regions import collective, timed
 from colossus.comm.tensor_transport import Fill, Lengths, Take
 from colossus.context.groups import AxisGroup
 

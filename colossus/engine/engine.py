@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.comm import collectives, regions
+from colossus.comm import collectives
 from colossus.data.batch import Microbatches, batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
@@ -130,7 +130,7 @@ class Engine:
             ValueError: on all ranks, before the first step, if data ranks read different data.
             ReplicasDiffer, LossSpike: on all ranks, see ``train.check_replicas_every`` and ``train.on_spike``.
         """
-        regions.batch_is_here()
+        step_regions.batch_is_here()
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise ValueError(
@@ -179,7 +179,7 @@ class Engine:
             with as_shards():
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
-                with regions.region("strategy begin_step", regions.over_replicas(self.context)):
+                with step_regions.region("strategy begin_step", step_regions.over_replicas(self.context)):
                     self.strategy.begin_step(self.completed_steps)
                 self._optimizer_step.routers.begin_step()
             self._stages.buffers.begin()
@@ -248,7 +248,7 @@ class Engine:
         with self._ends_on_failure():
             return self._evaluation.one_batch(batch)
 
-    @regions.in_region("evaluation", regions.REST)
+    @step_regions.in_region("evaluation", step_regions.REST)
     def evaluate(self) -> EvalResult:
         """Return the mean loss over at most ``train.eval_batches`` validation batches, and the ``eval_metrics``.
 

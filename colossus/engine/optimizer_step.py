@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossus.comm.host_transfer import HostRead
 from colossus.comm.late import Late
-from colossus.comm.regions import OPTIMIZER, in_region, over_replicas, region
+from colossus.comm.step_regions import OPTIMIZER, in_region, over_replicas, region
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy

@@ -12,7 +12,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 
-from colossus.comm.regions import over_replicas, region
+from colossus.comm.step_regions import over_replicas, region
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.model_input import model_input
 from colossus.data_parallel.strategy import BackwardKind, Strategy

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from colossus.arithmetic import aligned
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
-from colossus.comm.regions import profiled
+from colossus.comm.step_regions import profiled
 from colossus.config.training import Profile
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from colossus.arithmetic import counted
-from colossus.comm.regions import GATHERS, PIPELINE_IDLE, profiled
+from colossus.comm.step_regions import GATHERS, PIPELINE_IDLE, profiled
 from colossus.config.watches import StragglerSection
 from colossus.context.grid import RankGrid
 from colossus.engine.fit import Hook
@@ -133,7 +133,7 @@ def computing(parts: Mapping[str, float]) -> float:
     """Return the seconds of a step in which a rank does not wait for others.
 
     Args:
-        parts: parts of the step, as in `colossus.comm.regions`.
+        parts: parts of the step, as in `colossus.comm.step_regions`.
     """
     waits = (PIPELINE_IDLE, GATHERS)
     return sum(seconds for part, seconds in parts.items() if part not in waits and not part.startswith("over "))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from colossus.comm.regions import DATA_WAIT, GATHERS, OPTIMIZER, PIPELINE_IDLE, REST
+from colossus.comm.step_regions import DATA_WAIT, GATHERS, OPTIMIZER, PIPELINE_IDLE, REST
 
 #: parts of a step beside those over axes (`over`), in the order of tables
 BEFORE_AXES = ("forward", "backward", "wgrad")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from colossus.comm.regions import over_replicas, timed
+from colossus.comm.step_regions import over_replicas, timed
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action, region_of
 from colossus.schedule.transport import Transport, ValueSpec, batch_signature, flatten_value, unflatten_value

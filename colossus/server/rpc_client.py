@@ -19,7 +19,7 @@ from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import dial
 from colossus.comm.messages import Messages, copy, send
 from colossus.comm.net import WireError
-from colossus.comm.regions import in_region
+from colossus.comm.step_regions import in_region
 from colossus.server.calls import Refused, Reply, ServerGone
 
 T = TypeVar("T")

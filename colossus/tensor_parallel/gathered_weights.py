@@ -20,7 +20,7 @@ from torch import Tensor
 from colossus.comm.autograd import is_recorded
 from colossus.comm.kept_results import keeps_results, kept
 from colossus.comm.pending import Pending, Ready
-from colossus.comm.regions import GATHERS, timed
+from colossus.comm.step_regions import GATHERS, timed
 from colossus.context.precision import Precision
 from colossus.layout.parameter_hooks import user_hooks
 from colossus.tensor_parallel.dtypes import gradient_dtype

@@ -23,7 +23,7 @@ from helpers.training import SIZES, config_of
 
 import colossus
 from colossus.cli.main import main
-from colossus.comm import regions
+from colossus.comm import step_regions
 from colossus.config.training import Profile
 from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
@@ -63,7 +63,7 @@ class Watch(Hook):
             began = time.perf_counter()
             result = train_step(batch)
             self.seconds[result.step] = [time.perf_counter() - began]
-            self.profiled[result.step] = regions._current is not None
+            self.profiled[result.step] = step_regions._current is not None
             return result
 
         engine.train_step = timed
@@ -100,7 +100,7 @@ def profile(
         blocks[-1].register_forward_hook(lambda *_: time.sleep(SLEEP))
     watch = Watch()
     loss = fit(engine, [watch, Profiler(section), After(watch)]).loss
-    assert regions._current is None
+    assert step_regions._current is None
     engine.close()
     if same_without:
         engine = colossus.initialize(settings, data=dict(type=Samples))
@@ -245,7 +245,7 @@ def test_no_profile_is_left_after_a_failure(tmp_path: Path) -> None:
     class Fail(Hook):
         def on_step_start(self, engine: Any) -> None:
             if engine.completed_steps == 3:
-                assert regions._current is not None
+                assert step_regions._current is not None
                 raise ArithmeticError
 
     engine = colossus.initialize(config_of(dict(data=1), STEPS, "fp32"), data=dict(type=Samples))
@@ -253,7 +253,7 @@ def test_no_profile_is_left_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         fit(engine, [Profiler(Profile(steps=PROFILED, ranks=())), Fail()])
     engine.close()
-    assert regions._current is None
+    assert step_regions._current is None
 
 
 # -- regions without a run ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from helpers.training import SIZES, config_of
 
 import colossus
-from colossus.comm import regions
+from colossus.comm import step_regions
 from colossus.config import ConfigError, load_config
 from colossus.config.training import Profile
 from colossus.config.watches import StragglerSection
@@ -81,7 +81,7 @@ def train_profiled(rank: int, folder: Path) -> set[str]:
     engine.run.folder = folder
     stragglers = Stragglers(StragglerSection(rows=ROWS))
     fit(engine, [Metrics(folder / "metrics.jsonl"), stragglers, Profiler(section)])
-    assert regions._current is None
+    assert step_regions._current is None
     engine.close()
     return set(json.loads((folder / "profile" / "summary.json").read_text())["parts"])
 
@@ -103,7 +103,7 @@ def train_failing(rank: int) -> None:
         with pytest.raises(ZeroDivisionError) as error:
             fit(engine, hooks)
     assert not hasattr(error.value, "__notes__")
-    assert regions._current is None
+    assert step_regions._current is None
 
 
 def test_after_an_error_no_device_is_waited_for() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colossus.comm import uneven
 from colossus.comm.host_transfer import beside_products
 from colossus.comm.pending import Pending
-from colossus.comm.regions import GATHERS, in_region
+from colossus.comm.step_regions import GATHERS, in_region
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision

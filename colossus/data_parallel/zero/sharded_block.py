@@ -15,7 +15,7 @@ from colossus.comm import shared_memory
 from colossus.comm.autograd import is_recorded
 from colossus.comm.flat_buffer import chunks
 from colossus.comm.pending import Pending
-from colossus.comm.regions import GATHERS, in_region
+from colossus.comm.step_regions import GATHERS, in_region
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows
