@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.comm import collectives
+from colossus.comm import collectives, step_regions
 from colossus.data.batch import Microbatches, batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
