@@ -26,6 +26,7 @@ from colossus.engine import consistency
 from colossus.gradients.buckets import Bucket
 from colossus.layers import deferred_wgrad
 from colossus.planner.balanced_experts import balanced_experts
+from colossus.planner.fake_channel import fake_channels
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 
 
@@ -54,7 +55,10 @@ def fake_engines(*, on_cpu: bool) -> Iterator[CountedFakeTensors]:
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(balanced_experts(on_cpu=on_cpu))
-        yield stack.enter_context(counted_fake_tensors())
+        fake = stack.enter_context(counted_fake_tensors())
+        if on_cpu:
+            stack.enter_context(fake_channels(fake))
+        yield fake
 
 
 def _mesh(*args: Any, **options: Any) -> DeviceMesh:

@@ -134,9 +134,26 @@ class CountedFakeTensors(FakeTensorMode):
             self.live -= self._sizes[key]
             self.aside += self._sizes[key]
 
-    def note_resize(self, storage: torch.UntypedStorage) -> None:
+    def uncounted(self, nbytes: int) -> Tensor:
+        """Return a new tensor of bytes that is in no count."""
+        peak = self.peak
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.note_resize(tensor.untyped_storage(), 0)
+        self.peak = peak
+        return tensor
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Call no observer inside the context."""
+        observer, self.observer = self.observer, None
+        try:
+            yield
+        finally:
+            self.observer = observer
+
+    def note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Count the new size of a storage that was resized: ZeRO frees storages so, and allocates them again."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._sizes:
             self._add(size - self._sizes[key])
             self._sizes[key] = size
@@ -149,7 +166,7 @@ def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
 
     def resize_and_note(self: torch.UntypedStorage, size: int) -> Any:
         resized = resize(self, size)
-        mode.note_resize(self)
+        mode.note_resize(self, self.nbytes())
         return resized
 
     with (

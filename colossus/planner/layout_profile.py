@@ -35,6 +35,7 @@ from colossus.layout.parameter import spec_of
 from colossus.planner.backward_levels import BackwardLevels
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
+from colossus.planner.fake_channel import fake_channels
 from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 from colossus.planner.lasting_weights import LastingWeights
@@ -116,7 +117,11 @@ def _profile(
     blocks = pipeline_blocks(model) if chained else []
     runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], ())]
     unused = _unused(runs, blocks)
-    with counted_fake_tensors() as fake, balanced_experts(on_cpu=on_cpu):
+    with (
+        counted_fake_tensors() as fake,
+        balanced_experts(on_cpu=on_cpu),
+        fake_channels(fake) if on_cpu else nullcontext(),
+    ):
         give_sizes(model, context.precision, lambda name: name not in unused)
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         with gathered_parameters(model, context.precision) if is_sharded else nullcontext():

@@ -262,6 +262,8 @@ class MemoryPlay:
         self._gradients -= reduction.freed
         if reduction.buffers:
             self._reducing.append(reduction)
+        else:  # through shared memory: the next collective ends it
+            self._wait(reduction)
 
     def _wait(self, reduction: Reduction) -> None:
         if id(reduction) not in self._summed:

@@ -27,6 +27,7 @@ class RowTraffic:
         whole: bytes of the gathered parameters.
         gradients: bytes of their whole gradients, 0 if they are frozen.
         sums: bytes of the rows of the summed gradients, before they are cast to the optimizer's dtype.
+        is_shared: whether they travel through shared memory, from which rows are copied to where they belong.
     """
 
     places: tuple[int, ...]
@@ -35,19 +36,20 @@ class RowTraffic:
     whole: int
     gradients: int
     sums: int
+    is_shared: bool
 
     @property
     def gathering(self) -> float:
         """Return the bytes of the gather's buffers: its input, and the rows of all ranks."""
         size, ranks = self.gather.input_bytes, self.gather.ranks
-        return size * (1 + ranks) if ranks > 1 else size
+        return 0.0 if self.is_shared else size * (1 + ranks) if ranks > 1 else size
 
     @property
     def reducing(self) -> float:
         """Return the bytes of the reduction's buffers: its input, and the sums of a rank's rows."""
         assert self.reduction is not None
         size, ranks = self.reduction.input_bytes, self.reduction.ranks
-        return size * (1 + 1 / ranks) if ranks > 1 else size
+        return 0.0 if self.is_shared else size * (1 + 1 / ranks) if ranks > 1 else size
 
 
 class ZeroTraffic:
@@ -99,8 +101,10 @@ class ZeroTraffic:
             reduction = Collective("reduce_scatter", name, ranks, nbytes, reduced, over)
         elements = sum(kind.elements for kind in kinds)
         width = itemsize(gradient) if kinds[0].is_trainable else 0
+        most = max(gather.input_bytes, reduction.input_bytes if reduction else 0)
+        is_shared = self._on_cpu and ranks > 1 and most <= shared_memory.SLOT_BYTES
         return RowTraffic(
-            tuple(places), gather, reduction, elements * itemsize(computed), elements * width, size * width
+            tuple(places), gather, reduction, elements * itemsize(computed), elements * width, size * width, is_shared
         )
 
 

@@ -36,11 +36,9 @@ EIGHT: dict[str, Case] = {
         dict(model=dict(num_layers=4), schedule=dict(type="zb-h1", microbatches=4)),
     ),
 }
-#: toys whose messages weigh: the input of a collective of c10d stays until its end, and is none through shared memory
-PEAKS = {
-    "pipeline": 1.08, "pipeline_zero_1": 1.1, "1d_zero_3": 1.19, "2d": 1.1, "zb_2d": 1.08, "2.5d": 1.12,
-}  # fmt: skip
-LEAST = {"3d": 0.93}
+#: least peaks over the allocated ones. In 3D it is 1.00 without pytest, where the profiler sees 0.1 MB less: the reason
+#: is not known
+LEAST = {"3d": 0.88}
 
 
 def _compare(world: int, cases: dict[str, Case]) -> None:
@@ -51,7 +49,6 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
     problems = []
     for number, (name, steps) in enumerate(zip(cases, counted, strict=True)):
         predicted = predict_memory(resolved[number], on_cpu=True).ranks if name in PREDICTED else ()
-        most = PEAKS.get(name, 1.05)
         for step in steps:
             real, where = measured[step.rank][number], f"{name}, rank {step.rank}"
             if step.moved != real.moved:
@@ -59,20 +56,20 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
             if step.stored != real.stored:
                 problems.append(f"{where}: {step.stored} without values, {real.stored} on real ranks")
             ratio = step.peak / real.peak
-            if not LEAST.get(name, 0.95) <= ratio <= most:
+            if not LEAST.get(name, 0.98) <= ratio <= 1.04:
                 problems.append(f"{where}: peak {step.peak} without values, {real.peak} allocated, {ratio:.3f}")
             for memory in predicted[step.pipeline_rank :][:1]:
-                problems += [f"{where}: {problem}" for problem in _missed(memory, real, most)]
+                problems += [f"{where}: {problem}" for problem in _missed(memory, real)]
     assert not problems, "\n".join(problems)
 
 
-def _missed(memory: RankMemory, real: Measured, most: float) -> list[str]:
+def _missed(memory: RankMemory, real: Measured) -> list[str]:
     """Stored bytes to the byte, peaks within 5 %."""
     stored, counted = memory.stored, vars(real.stored)
     ours = {"weights": stored.weights, "gradients": stored.gradients_between, "optimizer": stored.optimizer}
     problems = [f"{kind}: {ours[kind]} predicted, {counted[kind]} held" for kind in ours if ours[kind] != counted[kind]]
     ratio = memory.total / real.peak
-    if not 0.95 <= ratio <= most:
+    if not 0.95 <= ratio <= 1.05:
         problems.append(f"peak: {memory.total} predicted, {real.peak} allocated, {ratio:.3f}")
     return problems
 
