@@ -6,6 +6,7 @@
 
 The loss is that of the answers alone. From a model that has learnt the text: checkpoint.weights=RUN, of a run of
 configs/gpt_packed.py model.seq_len=256. A folder of Hugging Face: model = dict(type="hf", path=..), and no template.
+Adapters in place of all weights: model.lora.rank=8 model.lora.alpha=16.
 """
 
 import ast

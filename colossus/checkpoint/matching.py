@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from colossus.checkpoint.adapter_names import adapter_names, plain_names
 from colossus.checkpoint.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -75,7 +76,8 @@ def match_weights(
 ) -> WeightMatch:
     """Match a checkpoint to a model that may differ from the saved one.
 
-    A tied parameter is found under any of its names, on both sides.
+    A tied parameter is found under any of its names, on both sides. A weight below an adapter is found under its name
+    without it, too, and adapters that the checkpoint does not have begin with their initial values.
 
     Args:
         model: shapes of the model's parameters and buffers by first name.
@@ -93,6 +95,8 @@ def match_weights(
         for pattern in patterns:
             if not any(matches(name, (pattern,)) for name in first_names):
                 raise CheckpointError(f"{title}: {pattern!r} matches no parameter of the model")
+    plain = plain_names(first_names)
+    first_names |= {name: first_names[own] for name, own in plain.items() if name not in first_names}
     wanted = {first for first in model if only is None or any(matches(name, only) for name in names[first])}
     sources: dict[str, str] = {}
     new_names, left_over = renamed([*saved, *aliases], rename), set(saved)
@@ -109,6 +113,9 @@ def match_weights(
                 f"{sources[first]} and {name} of the checkpoint both go to {first} of this model: leave one out with "
                 f"rename={{{name!r}: None}}"
             )
+    adapters = adapter_names(model)
+    if only is None and not adapters & sources.keys():
+        wanted -= adapters
     if only is not None:  # tensors that nobody asked for are not left over
         left_over = {name for name in left_over if matches(new_names[name] or name, only)}
     match = _compared(sources, model, saved, wanted, left_over, names, grow=grow, shorten=shorten)

@@ -13,6 +13,7 @@ from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.weight_sources import Assets, find_weights
+from colossus.engine.adapter_weights import take_adapters
 from colossus.engine.launched import Launched
 from colossus.engine.resumer import Resumed, Resumer
 from colossus.engine.saver import Saver
@@ -154,10 +155,9 @@ class Checkpoints:
         self._has_begun = True
         if weights is not None and not is_taken:
             with under_key("checkpoint.weights"):
-                self.load_weights(
-                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow,
-                    average=weights.average,
-                )  # fmt: skip
+                self.load_weights(**dict(weights))
+        if not is_taken:
+            take_adapters(self._run)
 
     def resume(self) -> Path | None:
         """Resume from `resume_from`, once; a run without a checkpoint loads ``checkpoint.weights`` instead.

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 #: options that say nothing about a trained model; all others that a family does not name must have their defaults
 _OF_TRAINING = frozenset((
     "dropout", "attention_dropout", "activation_checkpoint", "label_smoothing", "z_loss", "sparse_embeddings",
-    "loss_chunk", "objective", "reference",
+    "loss_chunk", "objective", "lora", "reference",
 ))  # fmt: skip
 TABLE, HEAD = "embedding.weight", "head.weight"
 #: families whose differing options an error lists

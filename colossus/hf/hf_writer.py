@@ -25,8 +25,10 @@ from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, sp
 from colossus.config.user_path import user_path
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE
+from colossus.hf.lora_folder import LoRAFolder, merged, sources_of, without_adapters
 from colossus.hf.native import native_config, native_rows
-from colossus.hf.peft_folder import has_adapters, plan_adapters
+from colossus.hf.peft_folder import PeftFolder, has_adapters, plan_adapters
+from colossus.models.options import kind_of
 from colossus.registry import MODELS
 from colossus.state.model_state_dict import stream_state_dict, whole_tensors
 from colossus.state.replicas import common_weights
@@ -74,43 +76,43 @@ def save(
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
-    A model with adapters of peft is written as a folder of the adapters, for ``peft.PeftModel.from_pretrained``, or
+    A model with adapters, of peft or by ``model.lora``, is written as a folder of the adapters, which peft reads, or
     with ``merge`` as the whole model. Replicas with parameters of their own are averaged.
 
     Args:
         engine: an engine, or any object with a ``model`` under a plan and its ``context``.
         dtype: the dtype of the written weights; None: the dtype of the engine's.
         max_shard_bytes: the most bytes of one file, unless a single tensor is larger.
-        merge: merge adapters of peft into the weights that they adapt. Rank 0 then holds all weights in host memory.
+        merge: merge adapters into the weights that they adapt. Of those of peft rank 0 then holds all weights.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: on all ranks: no family of Hugging Face's fits the model, the folder exists, or it cannot be
-            written.
+        CheckpointError: on all ranks: no family fits the model, the folder exists, or it cannot be written.
     """
     target = user_path(target)
     with common_weights(engine):
-        context = engine.context
-        world = context.group(context.grid.names)
-        our_tensors = whole_tensors(engine.model, context)
-        options = getattr(engine.model, "options", None)
-        kind = next((name for name in MODELS.names() if MODELS.options(name) is type(options)), None)
-        is_writer = context.is_logging_rank
-        kind = kind or type(engine.model).__name__
+        context, options = engine.context, getattr(engine.model, "options", None)
+        world, our_tensors = context.group(context.grid.names), whole_tensors(engine.model, context)
+        kind = kind_of(options) or type(engine.model).__name__
+        is_writer, lora = context.is_logging_rank, getattr(options, "lora", None)
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, names_ranks=False)
+        adapted: PeftFolder | LoRAFolder | None = None
         if has_adapters(engine.model):
             adapted, order = plan_adapters(engine.model, context, our_tensors, merge=merge, dtype=dtype)
+        elif lora is not None and not merge:
+            alone = LoRAFolder(kind, options, our_tensors, dtype)
+            adapted, order = alone if is_writer else None, alone.names
         else:
             if options is None and hasattr(theirs, "to_dict"):  # a model of transformers' own code
                 config = {**native_config(engine.model), "architectures": [type(engine.model).__name__]}
                 plan = plan_native(config, our_tensors, dtype, max_shard_bytes, assets)
             else:
-                plan = plan_folder(kind, options, our_tensors, dtype, max_shard_bytes, assets)
-            adapted, order = None, plan.part_names
+                plan = plan_folder(kind, options, without_adapters(our_tensors, lora), dtype, max_shard_bytes, assets)
+            order = sources_of(plan.part_names, our_tensors, lora)
         parts = stream_state_dict(engine.model, context, order=order)
 
         def write() -> None:
@@ -118,7 +120,7 @@ def save(
                 if adapted is not None:
                     adapted.write(target, parts, assets, max_shard_bytes, on_tensor)
                 elif is_writer:
-                    write_folder(target, plan, parts, on_tensor=on_tensor)
+                    write_folder(target, plan, merged(parts, our_tensors, lora), on_tensor=on_tensor)
             finally:
                 for _ in parts:  # all ranks finish the gathers, also where writing has failed
                     pass
@@ -153,16 +155,16 @@ def to_hf(
         name: Part.whole(name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
         for name, entry in entries.items()
     }
-    assets = read_assets(reader.folder, reader.manifest.config)
+    assets, lora = read_assets(reader.folder, reader.manifest.config), getattr(options, "lora", None)
     if kind == "hf":
         config = dict(spec["config"])
         if spec.get("architecture"):
             config["architectures"] = [spec["architecture"]]
         plan = plan_native(config, our_tensors, dtype, max_shard_bytes, assets)
     else:
-        plan = plan_folder(kind, options, our_tensors, dtype, max_shard_bytes, assets)
-    parts = ((name, reader.tensor(f"model/{name}")) for name in plan.part_names)
-    write_folder(target, plan, parts, on_tensor=on_tensor)
+        plan = plan_folder(kind, options, without_adapters(our_tensors, lora), dtype, max_shard_bytes, assets)
+    parts = ((name, reader.tensor(f"model/{name}")) for name in sources_of(plan.part_names, our_tensors, lora))
+    write_folder(target, plan, merged(parts, our_tensors, lora), on_tensor=on_tensor)
 
 
 def plan_folder(

@@ -18,6 +18,7 @@ from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.layers.token_values import ChunkedLogits, Logits
+from colossus.models.adapters import adapt
 from colossus.models.llama_options import LlamaOptions
 from colossus.models.multi_token import (
     NEXT_IDS,
@@ -81,6 +82,8 @@ class Decoder(Transformer[DecoderOptions]):
         if o.mtp_weight:
             norms = self.make_norm(), self.make_norm(), self.make_norm()
             self.next_token = NextToken(o.hidden_size, self.make_block(o.num_layers - 1), norms, INIT)
+        if o.lora is not None:
+            adapt(self, o.lora)
         self.reference = None if o.reference is None else make_reference(self, o.reference)
         self._objective: Loss | None = None
         if o.objective is not None:
@@ -93,7 +96,7 @@ class Decoder(Transformer[DecoderOptions]):
         if wanted.adapters_off and not any(isinstance(module, LoRALinear) for module in self.modules()):
             raise located_error(
                 "reference.adapters_off: the model has no colossus.layers.LoRALinear, so it would be compared with "
-                "itself: adapt its linears in the function that builds it, or set reference = dict()"
+                "itself: set model.lora, or reference = dict()"
             )
         other = self._own_blocks() if self.reference is None else self.reference._own_blocks()
         return [*chain_of_both(own, other, self.parallel, is_shared=self.reference is None)]

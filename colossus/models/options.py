@@ -11,8 +11,8 @@ from colossus.arithmetic import not_a_multiple
 from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
 from colossus.models.attention_options import AttentionOptions
-from colossus.models.tuning_options import Objective, ReferenceOptions, tuning_problem
-from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
+from colossus.models.tuning_options import LoRAOptions, Objective, ReferenceOptions, tuning_problem
+from colossus.registry import MLPS, MODELS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.mask import Mask
 from colossus.sequence_parallel.modes import cheaper, length_multiple
 from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, uneven_kv_heads
@@ -42,6 +42,11 @@ def _shardings(name: Any, sides: tuple[Any, ...], split_tokens: bool, keep: bool
     except ValueError:
         return None
     return Shardings.of(mode, Activation(), sizes, sequence_sharded=split_tokens and mode.splits_tokens, keep=keep)
+
+
+def kind_of(options: Any) -> str | None:
+    """Return the registered name of the model with these options, or None."""
+    return next((name for name in MODELS.names() if MODELS.options(name) is type(options)), None)
 
 
 class TransformerOptions(BaseModel):
@@ -219,6 +224,8 @@ class DecoderOptions(AttentionOptions, TransformerOptions):
     mtp_weight: Annotated[float, Field(ge=0)] = 0.0
     #: loss in place of next tokens' cross-entropy: dict(type="dpo" or "distillation" or "grpo", **options)
     objective: Objective | None = None
+    #: adapters in place of all weights: dict(rank=8, alpha=16, targets=["query", "value"])
+    lora: LoRAOptions | None = None
     #: a frozen model for the objective: dict(weights="runs/sft")
     reference: ReferenceOptions | None = None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from colossus.config.errors import explain
+from colossus.config.section import FROM_LIST
 
 Weight = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -63,6 +64,29 @@ class GRPOOptions(_Options):
 Objective = Annotated[DistillationOptions | DPOOptions | GRPOOptions, Field(discriminator="type")]
 
 
+#: linears of a block that adapters are put on; those of others (``gate`` in a plain MLP) a model has not
+Target = Literal["query", "key", "value", "out", "gate", "up", "down"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+
+class LoRAOptions(_Options):
+    """Adapters on the linears of a decoder's blocks, which alone are trained (`colossus.layers.LoRALinear`)."""
+
+    #: inner size of an adapter
+    rank: Annotated[int, Field(ge=1)] = 8
+    #: the adapters' product is multiplied by alpha / rank; default ``rank``
+    alpha: Positive = Field(default_factory=lambda values: float(values["rank"]))
+    #: linears that are adapted: of query, key, value, out, gate, up, down; default all that the blocks have
+    targets: Annotated[tuple[Target, ...], FROM_LIST, Field(min_length=1)] | None = None
+    #: a folder of peft whose adapters a new run begins with; of the same rank, alpha and targets
+    path: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' product."""
+        return self.alpha / self.rank
+
+
 class ReferenceOptions(_Options):
     """A frozen model that runs beside the trained one, under the same plan, in training and evaluation."""
 
@@ -97,7 +121,7 @@ class ReferenceOptions(_Options):
 def options_of_reference(options: Any) -> dict[str, Any]:
     """Return the options of a decoder's reference, unless that is a folder with a model of its own."""
     own = {name: getattr(options, name) for name in options.model_fields_set}
-    none = {"objective": None, "reference": None, "sparse_embeddings": False}
+    none = {"objective": None, "reference": None, "lora": None, "sparse_embeddings": False}
     return {**own, **(options.reference.model or {}), **none}
 
 

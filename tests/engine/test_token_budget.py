@@ -217,8 +217,8 @@ MORE: dict[str, dict[str, Any]] = {
     "zero2_zbv": dict(schedule=dict(type="zb-v")),
 }
 LONG = (
-    "1d_sharded", "data2_2d", "zero2_pipeline2", "3d_2x1x2", "ulysses2_data2", "sequence2_1d", "zero3_1d",
-    "sequence2_zb", "interleaved", "zero2_zbv",
+    "data2", "1d", "pipeline2", "1d_sharded", "data2_2d", "zero2_pipeline2", "3d_2x1x2", "ulysses2_data2",
+    "sequence2_1d", "zero3_1d", "sequence2_zb", "interleaved", "zero2_zbv",
 )  # fmt: skip
 
 
