@@ -199,7 +199,6 @@ WEIGHT_FORMATS = Registry("format of weights", {
     "dcp": "colossus.checkpoint.dcp_source:DistributedCheckpoint",
     "deepspeed": "colossus.hf.hf_source:UniversalCheckpoint", "hf": "colossus.hf.hf_source:HuggingFace",
 })  # fmt: skip
-#: formats of folders with adapters: (path, type of the model, its options, names of its parameters) -> a reader
 ADAPTER_FORMATS = Registry("format of adapters", {"peft": "colossus.hf.lora_folder:LoRAReader"})
 #: formats that `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(

@@ -15,6 +15,7 @@ examples:
   colossus evaluate path/to/llama data.type=TextFolder data.path=books train.global_batch_size=8 model.seq_len=1024
   colossus evaluate runs/mine --config mine.py          # if the model or the data is a class of yours
   colossus evaluate runs/try --weights ema              # the average that the hook EMA kept
+  colossus evaluate models/llama --tasks arc_easy,hellaswag --limit 100 parallel.tensor=2    # of lm-eval
 
 The plan is that of the run, on this machine. Overrides win over the config in the checkpoint. All of the data is
 evaluated; a run evaluates train.eval_batches batches of it. With the same batches and the same plan the loss is to the
@@ -52,6 +53,14 @@ def make_parser() -> Parser:
     parser.add_nproc(
         "processes (default: those of the plan); 1 runs without a plan, another number changes parallel.data"
     )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="tasks of EleutherAI's lm-eval harness (pip install lm_eval) in place of data: arc_easy,hellaswag",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task (default: all)")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="of --tasks, in place of the checkpoint's; or bytes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

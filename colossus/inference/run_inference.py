@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ DONE, FAILED, USAGE = 0, 1, 2
 #: a smaller model gets one thread in one process: its operations are too short to split. The number is fixed, since the
 #: threads change the last bits of products, and text must not depend on the load of the machine
 _FEW_PARAMETERS = 20_000_000
+#: rows of a forward of lm-eval's texts, and tokens where the model has no bound
+_HARNESS_ROWS, _HARNESS_TOKENS = 8, 2048
 
 
 def _exit_code(name: str, work: Callable[[], None]) -> int:
@@ -182,9 +185,13 @@ def evaluate(
     average: str | None = None,
     split: str = "validation",
     nproc: int | None = None,
+    tasks: str | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    tokenizer: str | None = None,
     json: bool = False,
 ) -> int:
-    """Evaluate a checkpoint's model on its run's validation data, under its plan.
+    """Evaluate a checkpoint's model on its run's validation data, under its plan; or on tasks of lm-eval.
 
     The arguments are those of the command.
 
@@ -193,6 +200,21 @@ def evaluate(
     """
 
     def work() -> None:
+        if tasks is not None or limit is not None or fewshot is not None:
+            if tasks is None or nproc is not None:
+                raise ConfigError(
+                    "--limit and --fewshot are of --tasks, and --nproc is not: tasks run in one process, or under a "
+                    "plan of overrides (parallel.tensor=2)"
+                )
+            results = _task_results(
+                checkpoint, overrides, config_file, average, tokenizer, tasks, limit=limit, num_fewshot=fewshot
+            )
+            if json:
+                print(json_module.dumps(results, indent=2, default=str))
+            for task, numbers in {} if json else results.items():
+                for key, value in numbers.items():
+                    print(f"{task:<20} {key:<24} {f'{value:.6g}' if isinstance(value, float) else value}")
+            return
         source = find_source(checkpoint, average)
         config = evaluation_config(source, overrides, config_file, nproc=nproc)
         if split == "train":
@@ -226,6 +248,35 @@ def evaluate(
             print(f"{key.replace('_', ' '):<14} {shown}")
 
     return _exit_code("evaluate", work)
+
+
+def _task_results(
+    checkpoint: str | Path,
+    overrides: Sequence[str],
+    config_file: str | None,
+    average: str | None,
+    choice: str | None,
+    tasks: str,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the results of lm-eval by task; the options are those of ``lm_eval.simple_evaluate``."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs EleutherAI's lm-eval harness, which is not installed: pip install lm_eval")
+    source = find_source(checkpoint, average)
+    config, tokenizer = generation_config(source, overrides, config_file), tokenizer_of(source, choice)
+    check_devices(config, world_size(config.parallel))
+    if world_size(config.parallel) > 1:
+        importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
+    # torch is imported here
+    from colossus.inference.harness import HarnessModel, evaluate_tasks
+    from colossus.inference.model import load_model
+    from colossus.inference.ranks import on_ranks
+
+    _say(f"{_title(source)}: {describe(config)}")
+    length = getattr(model_options(config), "seq_len", None) or _HARNESS_TOKENS
+    with on_ranks(config, partial(load_model, source, config)) as call:
+        model = HarnessModel(call, tokenizer, length, config.train.eval_batch_size or _HARNESS_ROWS)
+        return evaluate_tasks(model, tasks.split(","), **options)
 
 
 def _evaluate(source: WeightSource, engine: Any) -> EvalResult:
