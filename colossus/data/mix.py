@@ -40,7 +40,7 @@ class Mix(BatchedDataset):
         split: ``"train"`` or ``"validation"``.
 
     Attributes:
-        fingerprint: hash of the sources, without the weights.
+        fingerprint: hash of the sources and of seeds of their own, without the weights.
 
     Raises:
         ValueError: for names or weights that do not fit.
@@ -80,9 +80,11 @@ class Mix(BatchedDataset):
         self._before = [np.zeros(len(self.sources), np.int64)]
         for part, (start, stop) in enumerate(itertools.pairwise(self._starts.tolist())):
             self._before.append(self._taken_in(part, stop - start))
-        self.fingerprint = fingerprint_of(
-            "Mix", *(f"{name}={getattr(source, 'fingerprint', '')}" for name, source in self.sources.items())
-        )
+        prints = {name: getattr(source, "fingerprint", "") for name, source in self.sources.items()}
+        for name, source in self.sources.items():  # a seed of its own packs other documents into a row
+            own = getattr(source, "seed", seed)
+            prints[name] += "" if own == seed else f" seed {own}"
+        self.fingerprint = fingerprint_of("Mix", *(f"{name}={text}" for name, text in prints.items()))
         sizes = (getattr(source, "vocab_size", None) for source in self.sources.values())
         self.vocab_size = max((size for size in sizes if size is not None), default=None)
         self.tokenizer: DatasetTokenizer | None = None

@@ -128,6 +128,25 @@ def test_other_weights_for_samples_that_were_read_are_refused() -> None:
         read(1, 4, 1, state)
 
 
+def test_another_seed_of_a_source_is_refused_on_a_resume() -> None:
+    """The rows of a source that has a seed of its own hold other documents under another one."""
+
+    def loader(seed: int | None) -> Any:
+        own = {} if seed is None else {"seed": seed}
+        source = dict(type=Packed, source=Documents([5, 3, 9, 2] * 9), seq_len=10, **own)
+        data = Mix({"a": source}, {"a": 1.0}, seed=3)
+        return build_loaders(data, seed=3, global_batch_size=4, data_rank=0, data_size=1).train
+
+    own = loader(7)
+    next(own)
+    state = own.state_dict()
+    loader(7).load_state_dict(state)
+    for other in (8, None):
+        with pytest.raises(ValueError, match="is not what the checkpoint was trained on: its fingerprint was"):
+            loader(other).load_state_dict(state)
+    assert loader(None).source.dataset.fingerprint == loader(3).source.dataset.fingerprint
+
+
 def test_validation_is_all_of_each_source() -> None:
     sources = dict(a=dict(type=packed, count=30), b=dict(type=packed, count=60, length=6))
     data = dict(type="Mix", weights=dict(a=1, b=3), sources=sources)
