@@ -449,4 +449,4 @@ def test_a_failure_is_reported_as_launch_reports_it(
     assert message in err
     assert f"the {run} failed, so nothing was compared" in err
     assert not [name for name in leftovers(tmp_path) if name.endswith(".pt")]
-    assert "rank0.json" in leftovers(tmp_path)
+    assert "attempts.jsonl" in leftovers(tmp_path)
