@@ -95,7 +95,8 @@ class Saver:
         if is_requested:
             self.saved_step = None
         is_due = is_requested or (bool(self._config.every) and (is_last or step % self._config.every == 0))
-        if self._save is not None and (is_last or self._save.is_done or (is_due and self.saved_step != step)):
+        # ranks see `is_done` at different times, and finishing a failed save clears what all decide by below
+        if self._save is not None and (is_last or (self.saved_step != step if is_due else self._save.is_done)):
             self.finish()
         every = 0 if self._memory_is_too_small else self._config.memory_every
         if every and step % every == 0 and not is_last and (memory := self.memory()) is not None:

@@ -116,6 +116,20 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
+def test_ranks_decide_alike_whether_a_step_is_saved_again(in_memory: Path, disk: dict[str, Any]) -> None:
+    """A save by hand may have failed on this rank already, while it is under way on another."""
+    engine = engine_of(in_memory / "checkpoints", every=1, steps=1, background=False)
+    steps(engine, 1)
+    disk["is_full"] = True
+    engine.checkpoints.save(background=True).wait_until_done()
+    disk["is_full"] = False
+    engine.checkpoints.after_step()
+    assert disk["written"] == 0
+    engine.checkpoints.after_step(is_last=True)
+    assert disk["written"] == 1, "all ranks have waited for its end"
+    engine.close()
+
+
 def test_a_save_of_ones_own_counts(in_memory: Path, disk: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """`after_step` writes no checkpoint of a step twice, and tells of the other's end; what failed is told once."""
     root = in_memory / "checkpoints"
