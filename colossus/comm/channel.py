@@ -126,18 +126,18 @@ class Channel(Transport):
         size, turn = math.prod(shape) * dtype.itemsize, self._sequence & 1
         header = self._sequence, size, DTYPES.index(dtype), self._program.key
         views = [slots[turn][:size].view(dtype).view(shape) for slots in self.slots]
-        unread = dict(self.peers)
+        headers: dict[int, tuple[int, ...]] = {}  # of the ranks that have come
         result: Tensor | None = None
 
         def wait() -> Tensor:
             nonlocal result
             if result is None:
-                for rank in list(unread):
-                    peer = unread.pop(rank)
-                    with self._errors_naming(rank):
-                        theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
-                    if theirs != header:
-                        raise located_error(self._mismatch(rank, header, theirs), RuntimeError)
+                for rank, peer in self.peers.items():
+                    if rank not in headers:
+                        with self._errors_naming(rank):
+                            headers[rank] = _HEADER.unpack(read_exactly(peer, _HEADER.size))
+                    if headers[rank] != header:
+                        raise located_error(self._mismatch(rank, header, headers[rank]), RuntimeError)
                 result = consume(views)
                 views.clear()
                 if self._sequence == header[0]:  # `is wait` would make a cycle that keeps the tensors alive

@@ -17,6 +17,7 @@ from helpers.segments import OWN_SLOT_BYTES
 from torch import Tensor
 
 from colossus.comm import collectives, shared_memory
+from colossus.comm.peer_gone import PeerGone
 from colossus.comm.shared_memory import channel_for
 from colossus.context.parallel_context import ParallelContext
 
@@ -126,7 +127,10 @@ def test_ranks_that_run_different_collectives_are_told_so() -> None:
 
     def other_type(context: ParallelContext) -> None:
         x = torch.ones(4, dtype=torch.float32 if context.rank else torch.int32)
-        collectives.all_reduce(x, context.group("tensor")).wait()
+        waiting = collectives.all_reduce(x, context.group("tensor"))
+        with pytest.raises(RuntimeError, match="do not run the same program"):
+            waiting.wait()
+        waiting.wait()  # no sum of what does not belong together
 
     with pytest.raises(RankError, match=r"torch.int32.*do not run the same program"):
         run_ranks(2, other_type)
@@ -159,7 +163,10 @@ def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
             return
         for peer in channel.peers.values():
             peer.settimeout(0.3)
-        channel._share(torch.ones(1), _sum).wait()
+        waiting = channel._share(torch.ones(1), _sum)
+        with pytest.raises(PeerGone):
+            waiting.wait()
+        waiting.wait()  # nor is its slot read that has an old value
 
     with pytest.raises(RankError, match="timeout: rank 1 did not come to collective #2 within"):
         run_ranks(2, body)
