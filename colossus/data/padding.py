@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -12,22 +13,25 @@ from colossus.data.model_input import padding_values
 from colossus.nest import map_leaves, tensors
 
 
-def with_size(batch: Batch, old: int, new: int, dim: int) -> Batch:
+def with_size(batch: Batch, old: int, new: int, dim: int, fixed: Set[str] = frozenset()) -> Batch:
     """Return a nest with ``new`` entries in a dim of all tensors that have ``old``; further ones are padding.
 
     Padding in an entry ``documents`` is a document of its own, behind the others.
+
+    Args:
+        fixed: paths of tensors that stay as they are.
     """
     values = padding_values(batch)
-    are_documents = (path.endswith("['documents']") for path, _ in tensors(batch))
+    paths = (path for path, _ in tensors(batch))
 
     def resized(x: Tensor) -> Tensor:
-        value, is_documents = next(values), next(are_documents)
-        if x.dim() <= dim or x.shape[dim] != old or old == new:
+        value, path = next(values), next(paths)
+        if x.dim() <= dim or x.shape[dim] != old or old == new or path in fixed:
             return x
         if new < old:
             return x.narrow(dim, 0, new)
         shape = [*x.shape[:dim], new - old, *x.shape[dim + 1 :]]
-        if is_documents and dim == x.dim() - 1 and old:
+        if path.endswith("['documents']") and dim == x.dim() - 1 and old:
             return torch.cat((x, (x.amax(dim, keepdim=True) + 1).expand(shape)), dim)
         return torch.cat((x, x.new_full(shape, value)), dim)
 

@@ -281,8 +281,12 @@ class _BudgetedBatches(_Batches):
             return with_size(batch, sequence_length(batch), tokens, 1)
         read = [to_tensors(sample) for sample in self._samples(samples.tolist(), seeds[places].tolist())]
         if self._pads:
-            pairs = zip(read, samples.tolist(), lengths.tolist(), strict=True)
-            return self._collated([self._padded(*pair, tokens) for pair in pairs], step, int(places[0]))
+            triples = [*zip(read, samples.tolist(), lengths.tolist(), strict=True)]
+            # a tensor without the length of one sample has that of another by chance (8 features, 8 tokens)
+            fixed = {
+                path for sample, _, length in triples for path, x in tensors(sample) if x.dim() and len(x) != length
+            }
+            return self._collated([self._padded(*triple, tokens, fixed) for triple in triples], step, int(places[0]))
         batch = self._collated(read, step, int(places[0]))
         if (length := sequence_length(batch)) > tokens:
             raise ValueError(
@@ -291,11 +295,11 @@ class _BudgetedBatches(_Batches):
             )
         return with_size(batch, length, tokens, 1)
 
-    def _padded(self, sample: Any, number: int, length: int, tokens: int) -> Any:
+    def _padded(self, sample: Any, number: int, length: int, tokens: int, fixed: set[str]) -> Any:
         shapes = [(path, list(x.shape)) for path, x in tensors(sample)]
         if not any(shape and shape[0] == length for _, shape in shapes):
             raise ValueError(
                 f"sample {number} has {length} tokens by {type(self._dataset).__name__}.lengths, but no tensor with as "
                 f"many in dim 0: {', '.join(f'{path} {shape}' for path, shape in shapes)}"
             )
-        return with_size(sample, length, tokens, 0)
+        return with_size(sample, length, tokens, 0, fixed)

@@ -120,13 +120,13 @@ def lengths_of(dataset: Any, name: str, budget: TokenBudget) -> Lengths:
     Raises:
         ValueError: if the dataset does not say them, or a sample is longer than the budget.
     """
-    said = getattr(dataset, "lengths", None)
-    if said is None:
+    token_counts = getattr(dataset, "lengths", None)
+    if token_counts is None:
         raise ValueError(
             f"train.tokens_per_microbatch = {budget.tokens}, but {name} has no attribute `lengths`, the tokens of each "
             f"sample, [samples]: add it, or cut a step into equal microbatches by schedule.microbatches"
         )
-    lengths = np.asarray(said)
+    lengths = np.asarray(token_counts)
     if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu" or (len(lengths) and lengths.min() < 1):
         what = f"{lengths.dtype}{list(lengths.shape)}" + (f" from {lengths.min()} on" if lengths.size else "")
         raise ValueError(f"{name}.lengths is {what}: it has a number of tokens, 1 or more, for each of {len(dataset)}")

@@ -170,6 +170,23 @@ def test_workers_read_the_same() -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+class Featured(Sentences):
+    """Samples with as many features as some have tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(index) | {"features": torch.full((8,), float(index))}
+
+
+def test_only_what_is_as_long_as_every_sample_is_padded() -> None:
+    dataset = Featured()
+    assert 8 in dataset.lengths.tolist()
+    for step, batch in enumerate(islice(loader_of(0, 1, TokenBudget(200), dataset), 4)):
+        order = SampleOrder(BatchShard(3, BATCH, 0, 1, True), SAMPLES).indices(step, (0, BATCH))
+        ((part,), _) = batch
+        assert torch.equal(part["features"], torch.from_numpy(order).float()[:, None].expand(-1, 8))
+        assert part["inputs"].shape == part["labels"].shape == (BATCH, dataset.lengths[order].max())
+
+
 def test_rows_of_packed_documents_lose_their_padding() -> None:
     rows = Packed(Documents([3, 9, 1, 5, 12, 2, 7, 4] * 4), 12, "none", validation_fraction=0)
     assert sorted(rows.lengths.tolist()) == sorted([3, 9, 1, 5, 12, 2, 7, 4] * 4)
