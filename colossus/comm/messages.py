@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colossus.comm.flat_buffer import FlatBuffer, flat_bytes
+from colossus.comm.flat_buffer import FlatBuffer, Form, flat_bytes
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.net import Stream, WireError
 
@@ -77,11 +77,14 @@ class Messages:
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
         described = json.loads(head)
-        flat, into = _flat_buffer(described), self._into_of(described)
+        forms, into = _forms(described), self._into_of(described)
+        flat = FlatBuffer(forms)
         if flat.nbytes != size:
             raise WireError(f"a payload of {size} bytes, where the tensors of its head take {flat.nbytes}")
         if flat.tensor_bytes > self._max_bytes:
             raise WireError(f"a message of {flat.tensor_bytes} bytes, where at most {self._max_bytes} are expected")
+        if into is not None and (wanted := [(tensor.dtype, tensor.shape) for tensor in into]) != forms:
+            raise WireError(f"tensors of {_in_words(forms)}, where the reader has {_in_words(wanted)} for them")
         if into is not None and all(tensor.is_contiguous() for tensor in into):
             self._payload = list(into), None
             return flat.memory_of(into)
@@ -93,13 +96,17 @@ class Messages:
         described = json.loads(head)
         payload, self._payload = self._payload, None
         if payload is None:  # the message has no payload
-            payload = _flat_buffer(described).views(torch.empty(0, dtype=torch.uint8)), None
+            payload = FlatBuffer(_forms(described)).views(torch.empty(0, dtype=torch.uint8)), None
         self._take(described, *payload)
 
     def on_end(self, reason: str | None) -> None:
         self._end(reason)
 
 
-def _flat_buffer(head: Mapping[str, Any]) -> FlatBuffer:
-    """Return the places of the tensors that the head of a message describes."""
-    return FlatBuffer((getattr(torch, name), torch.Size(shape)) for name, shape in head["a"])
+def _forms(head: Mapping[str, Any]) -> list[Form]:
+    """Return dtype and shape of each tensor of a message with this head."""
+    return [(getattr(torch, name), torch.Size(shape)) for name, shape in head["a"]]
+
+
+def _in_words(forms: Sequence[Form]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in forms) or "no form"

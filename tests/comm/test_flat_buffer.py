@@ -51,3 +51,14 @@ def test_a_payload_that_its_head_does_not_describe_ends_the_stream() -> None:
     reader = Messages(BufferPool(), never, never)
     with pytest.raises(WireError, match="a payload of 128 bytes, where the tensors of its head take 64"):
         reader.allocate(head_of({}, [torch.zeros(3)]), 128)
+
+
+@pytest.mark.parametrize(
+    "sent", [[torch.zeros(6)], [torch.zeros(3, 2)], [torch.zeros(2, 3).int()], [torch.zeros(3)] * 2]
+)
+def test_tensors_of_another_form_than_the_readers_end_the_stream(sent: list[torch.Tensor]) -> None:
+    for own in (torch.ones(2, 3), torch.ones(3, 2).T):
+        reader = Messages(BufferPool(), print, print, lambda head, own=own: [own])
+        reader.allocate(head_of({}, [own]), 64)
+        with pytest.raises(WireError, match=r"tensors of .*, where the reader has torch.float32 \[2, 3\] for them"):
+            reader.allocate(head_of({}, sent), 64)
