@@ -39,7 +39,7 @@ def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Tr
     if group.size == 1:
         return Alone(group)
     if host_staging.is_needed(x, group):
-        return host_staging.Staged(group, lambda copy: transport_of(copy, group, nbytes))
+        return host_staging.ThroughHost(group, lambda copy: transport_of(copy, group, nbytes))
     if is_recorded():
         return Functional(group)
     if (channel := channel_for(x, group, nbytes)) is not None:

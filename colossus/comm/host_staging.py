@@ -32,7 +32,7 @@ def wire_device(device: torch.device, group: AxisGroup) -> torch.device:
     return torch.device("cpu") if device.type != "cpu" and group.is_on_host else device
 
 
-class Staged(Transport):
+class ThroughHost(Transport):
     """The collectives of tensors of a device whose copies on the host travel.
 
     Args:

@@ -59,7 +59,7 @@ def exchanged(context: ParallelContext, case: int, through_memory: bool) -> None
 
 
 def all_cases(context: ParallelContext, through_memory: bool, is_staged: bool) -> None:
-    staged = on_host.pretend() if is_staged else on_host.Staged
+    staged = on_host.pretend() if is_staged else on_host.ThroughHost
     for case in range(3):
         exchanged(context, case, through_memory)
     assert staged.copies == staged.returned == (15 if is_staged else 0)

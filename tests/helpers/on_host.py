@@ -12,8 +12,8 @@ from colossus.comm import host_staging
 from colossus.context.groups import AxisGroup
 
 
-class Staged:
-    """What was staged since `pretend`.
+class ThroughHost:
+    """What went through the host since `pretend`.
 
     Attributes:
         copies: to the host.
@@ -24,7 +24,7 @@ class Staged:
     returned = 0
 
 
-def pretend() -> type[Staged]:
+def pretend() -> type[ThroughHost]:
     """From here on in this process, which ends with its test, tensors are on a device, but for copies on the host."""
     real_copies, real_device, real_empty = host_staging.all_to_host, host_staging.to_device, host_staging.empty
 
@@ -35,7 +35,7 @@ def pretend() -> type[Staged]:
     def all_to_host(tensors: Any) -> list[Tensor]:
         copies = real_copies(tensors)
         if not torch.compiler.is_compiling():
-            Staged.copies += len(copies)
+            ThroughHost.copies += len(copies)
         return [marked(x) for x in copies]
 
     def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,7 +43,7 @@ def pretend() -> type[Staged]:
 
     def to_device(x: Tensor, device: torch.device, into: Tensor | None = None) -> Tensor:
         if not torch.compiler.is_compiling():
-            Staged.returned += 1
+            ThroughHost.returned += 1
         return real_device(x.clone(), device, into)
 
     def is_needed(x: Tensor, group: AxisGroup) -> bool:
@@ -54,4 +54,4 @@ def pretend() -> type[Staged]:
 
     for function in (all_to_host, empty, to_device, is_needed, wire_device):
         setattr(host_staging, function.__name__, function)
-    return Staged
+    return ThroughHost
