@@ -75,9 +75,9 @@ def timed(describe: Describe, *, starts: bool = False) -> Callable[[Callable[P, 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling() or _current is None or (found := describe(*args, **kwargs)) is None:
+            if torch.compiler.is_compiling() or _current is None or (described := describe(*args, **kwargs)) is None:
                 return function(*args, **kwargs)
-            name, part = found
+            name, part = described
             with _current.region(f"{name}: start" if starts else name, part):
                 result = function(*args, **kwargs)
             return cast(R, _waiting(result, f"{name}: wait", part)) if starts else result

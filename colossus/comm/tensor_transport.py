@@ -151,6 +151,8 @@ class Gloo(Transport):
 class Functional(Transport):
     """torch's functional collectives, out of place, for what traces or records tensor operations.
 
+    `broadcast`, `exchange_rows` and `gather_rows` are those of `Transport`, which write in place.
+
     Selective activation checkpointing, say, would otherwise cache a value that is overwritten later, and gradients
     would be silently wrong.
     """

@@ -105,7 +105,7 @@ def require_same_optimizer(
     if before != now:
         raise CheckpointError(
             f"{reader.folder} was saved with the optimizer {before}, this run has {now}: take {before}, or begin a run "
-            f"with the weights alone (checkpoint.weights, or run.checkpoints.load_weights)"
+            f"with the weights alone (checkpoint.weights, or engine.checkpoints.load_weights)"
         )
 
 

@@ -46,7 +46,7 @@ def restore(run: Run, reader: CheckpointReader, on_progress: Callable[[], None] 
     if reader.manifest.is_weights_only:
         raise CheckpointError(
             f"{reader.folder} has weights only, no optimizer and no place in the data: no run can resume from it; "
-            f"checkpoint.weights, or run.checkpoints.load_weights, begins a run with them"
+            f"checkpoint.weights, or engine.checkpoints.load_weights, begins a run with them"
         )
     require_same_reference(run, reader)
     reader.verify(run.world, on_progress)
