@@ -103,10 +103,8 @@ class Attention(HeadAttention):
         eps = default_norm_eps("rmsnorm") if norm_eps is None else norm_eps
         norm = NORMS.get("rmsnorm" if qk_norm is True else qk_norm) if qk_norm else lambda *_, **__: None
         self.q_norm, self.k_norm = (norm(self.head_dim, eps, dtype=dtype) for _ in range(2))
-        if isinstance(rotary_scaling, Mapping):
-            rotary_scaling = RotaryScaling(**rotary_scaling)
-        rotated = int(self.head_dim * rotary_fraction)
-        self.rotary = Rotary(rotated, rotary_base, rotary_scaling) if rotary else None
+        scaling, rotated = RotaryScaling.of(rotary_scaling), int(self.head_dim * rotary_fraction)
+        self.rotary = Rotary(rotated, rotary_base, scaling) if rotary else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if x.dim() < 3:

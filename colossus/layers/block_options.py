@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -193,6 +194,11 @@ class RotaryScaling(BaseModel):
             if getattr(self, low) >= getattr(self, high):
                 raise ValueError(f"{low} = {getattr(self, low)} is not below {high} = {getattr(self, high)}")
         return self
+
+    @classmethod
+    def of(cls, scaling: RotaryScaling | Mapping[str, Any] | None) -> RotaryScaling | None:
+        """Return a scaling, made of its keys where it is a mapping."""
+        return cls(**scaling) if isinstance(scaling, Mapping) else scaling
 
     @property
     def keys(self) -> dict[str, Any]:

@@ -97,8 +97,7 @@ class LatentAttention(HeadAttention):
                 f"LatentAttention: value_dim = {value_dim} is above nope_dim + rope_dim = {head_dim}, the features of "
                 f"a key: torch's kernels take values that are no longer than keys"
             )
-        if isinstance(rotary_scaling, Mapping):
-            rotary_scaling = RotaryScaling(**rotary_scaling)
+        rotary_scaling = RotaryScaling.of(rotary_scaling)
         if scale is None and rotary_scaling is not None:
             scale = head_dim**-0.5 * rotary_scaling.score_factor
         scores: dict[str, Any] = dict(mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
