@@ -241,7 +241,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, max_plans: int = 4) 
         axis_sizes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
         sections = {axis: getattr(parallel, axis).model_copy(update={"size": n}) for axis, n in axis_sizes.items()}
         candidate, problems = _with_sequence_mode(parallel.model_copy(update={"data": data, **sections}), options)
-        if problems or plan_problems(config, candidate, options):
+        if problems or plan_problems(config, candidate, options) or reproducible_plan(config, candidate, options)[2]:
             continue
         changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
         if changed:

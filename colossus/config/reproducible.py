@@ -38,21 +38,27 @@ def _problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
     """Return a line for each part of a plan whose sums have other bits than one process computes."""
     tensor, train, strategy = parallel.tensor, config.train, parallel.data_strategy
     name, sequence = strategy["type"], parallel.sequence.size
+    chunk = getattr(options, "loss_chunk", None)
     refused = {
-        f"parallel.tensor.mode = {tensor.mode!r} splits samples and sums of one product; use 1d": tensor.size > 1
-        and tensor.mode != "1d",
-        "parallel.tensor.sequence_sharded splits the sums over a sample's tokens": tensor.sequence_sharded,
-        f"parallel.tensor.panels = {tensor.panels}": tensor.panels > 1,
-        f"parallel.tensor = {tensor.size}: use 1, 2, 4 or {MAX_LEAVES}": tensor.size not in (1, 2, 4, MAX_LEAVES),
-        f"parallel.sequence = {sequence}, which splits the sums over a sample's tokens": sequence > 1,
-        f"parallel.expert = {parallel.expert.size}": parallel.expert.size > 1,
-        f"parallel.strategy = {name!r}: use one of {', '.join(_STRATEGIES)}": name not in _STRATEGIES,
-        f"parallel.strategy.compress = {strategy.get('compress')!r} rounds": strategy.get("compress") is not None,
-        "train.precision = fp16, whose loss scale depends on overflows": train.precision.compute == "fp16",
-        "train.samples_interact: each sample is a microbatch": train.samples_interact,
-        "train.tokens_per_microbatch: each sample is a microbatch": train.tokens_per_microbatch is not None,
-        f"train.global_batch_size = {train.global_batch_size}: use at most {MAX_SAMPLES}": train.global_batch_size
-        > MAX_SAMPLES,
-        "model.loss_chunk": getattr(options, "loss_chunk", None) is not None,
+        f"parallel.tensor.mode = {tensor.mode!r} splits samples: set 1d": tensor.size > 1 and tensor.mode != "1d",
+        "parallel.tensor.sequence_sharded, which splits the sums over a sample's tokens: leave it out": (
+            tensor.sequence_sharded
+        ),
+        f"parallel.tensor.panels = {tensor.panels}: set 1": tensor.panels > 1,
+        f"parallel.tensor = {tensor.size}: set 1, 2, 4 or {MAX_LEAVES}": tensor.size not in (1, 2, 4, MAX_LEAVES),
+        f"parallel.sequence = {sequence}, which splits the sums over a sample's tokens: set 1": sequence > 1,
+        f"parallel.expert = {parallel.expert.size}: set 1": parallel.expert.size > 1,
+        f"parallel.strategy = {name!r}: set one of {', '.join(_STRATEGIES)}": name not in _STRATEGIES,
+        f"compress = {strategy.get('compress')!r}, which rounds: leave it out": strategy.get("compress") is not None,
+        "parallel.zero.offload: leave it out": parallel.zero.offload,
+        "train.precision = fp16, whose loss scale depends on overflows: set bf16": train.precision.compute == "fp16",
+        "train.samples_interact, since each sample is a microbatch: leave it out": train.samples_interact,
+        "train.tokens_per_microbatch, since each sample is a microbatch: leave it out": (
+            train.tokens_per_microbatch is not None
+        ),
+        f"train.global_batch_size = {train.global_batch_size}: set at most {MAX_SAMPLES}": (
+            train.global_batch_size > MAX_SAMPLES
+        ),
+        f"model.loss_chunk = {chunk}, which adds up in another order: set None": chunk is not None,
     }
     return [f"train.reproducible = 'plan' does not support {what}" for what, is_so in refused.items() if is_so]

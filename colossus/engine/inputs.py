@@ -122,9 +122,12 @@ class Inputs:
 
         The rest that does not divide over the ranks which split a batch is a batch of its own, repeated until it
         divides: its sums must be divided by the number of repetitions. Each batch has as many microbatches as possible,
-        up to ``max_microbatches``.
+        up to ``max_microbatches``; under ``train.reproducible`` each has one sample, as in a step.
         """
         ways, size = self._ways, batch_size_of(batch)
+        if self._context.options.reproducible:
+            yield from ((self.split(slice_batch(batch, sample, sample + 1), 1), 1.0) for sample in range(size))
+            return
         whole = size - size % ways
         for start, stop in ((0, whole), (whole, size)):
             if start == stop:

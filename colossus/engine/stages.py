@@ -89,6 +89,11 @@ class ModelStages:
         self.observers: list[StepObserver] = []
         self.gradients: OrderFreeGradients | None = None
         if context.options.reproducible:
+            if strategy.tables is not None:
+                raise ValueError(
+                    "train.reproducible = 'plan' does not support tables with sparse gradients, whose rows are summed "
+                    "in the order of the ranks: leave sparse=True out"
+                )
             parts = strategy.parts
             shared = shared_parameters(model, parts, store.stored)
             self.gradients = self._weights.addends = OrderFreeGradients(parts, shared)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from colossus.comm.host_transfer import send_to
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
-from colossus.gradients.square_digits import square_digits
+from colossus.gradients.square_digits import NUM_DIGITS, square_digits
 from colossus.layout.parameter import spec_of
 
 
@@ -86,8 +86,8 @@ class GradientNorm:
         return squares if self._weights is None else squares * self._weights
 
     def local_digits(self, device: torch.device) -> Tensor:
-        """Return the sum of the squares that this rank counts in digits: see `square_digits`, float64 [5]."""
-        total = torch.zeros(5, dtype=torch.float64, device=device)
+        """Return the sum of the squares that this rank counts in digits: see `square_digits`, float64 [7]."""
+        total = torch.zeros(NUM_DIGITS, dtype=torch.float64, device=device)
         for number, param in enumerate(self.params):
             if param.grad is not None:
                 digits = square_digits(param.grad)

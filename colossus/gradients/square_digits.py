@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: exponents of the digits of a sum of squares, each below 2^32: squares from 2^-74 to 2^86
-_EXPONENTS = (54, 22, -10, -42, -74)
+#: exponents of the digits of a sum of squares, each below 2^32: squares from 2^-138 to 2^86, of gradients above 2^-69
+_EXPONENTS = (54, 22, -10, -42, -74, -106, -138)
+#: their number
+NUM_DIGITS = len(_EXPONENTS)
 _BASE = 2**32
 
 
 def square_digits(values: Tensor) -> Tensor:
-    """Return the sum of the squares of some values, exact in base 2^32: float64 [5], highest first; nan: not finite.
+    """Return the sum of the squares of some values, exact in base 2^32: float64 [7], highest first; nan: not finite.
 
     The digits of several tensors may be added up in any order, see `square_of`.
     """
