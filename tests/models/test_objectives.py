@@ -137,7 +137,7 @@ def alone(model: str) -> Trace:
     return run_cases(1, {model: settings(model, {}, {})}, STEPS, tuned)[model][0]
 
 
-DEFAULT = [("dpo", 2), ("grpo", 2), ("reverse in chunks", 4)]
+DEFAULT = [("dpo", 2), ("grpo", 2)]
 CASES = [(model, world) for world in (2, 4, 8) for model in MODELS]
 
 

@@ -119,6 +119,7 @@ def test_a_rank_of_thousands_in_full() -> None:
     assert step.stored.gradients == pytest.approx(2 * step.stored.weights / 64, rel=0.05)  # of 4 bytes, weights of 2
 
 
+@pytest.mark.long
 def test_gradients_of_all_microbatches_are_added_in_the_buckets() -> None:
     """There is no second copy of them: a step of two microbatches needs the memory of one."""
     one, two = (

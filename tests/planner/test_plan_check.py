@@ -42,6 +42,7 @@ def test_a_plan_is_as_predicted() -> None:
     assert [(rank.rank, rank.pipeline_rank) for rank in report.ranks] == [(0, 0), (2, 1)]
 
 
+@pytest.mark.long
 def test_a_reference_beside_the_model_and_both_texts_of_a_pair_are_counted() -> None:
     plan = ["parallel.data=2", "parallel.zero=3", "model.num_layers=1", "model.loss_chunk=1024"]
     config = load_config(str(ROOT / "configs" / "dpo_stdlib.py"), plan, nproc=2)
@@ -94,6 +95,7 @@ def test_what_differs_is_told() -> None:
     assert sum(row["bytes"] for row in moved if row["axes"] == "data") == pytest.approx(cost.bytes)
 
 
+@pytest.mark.long
 def test_blocks_that_are_not_profiled_count() -> None:
     """Of equal blocks a few are: gradients of the norms of all are summed over the ranks that split tokens."""
     plan = dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True))
