@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,27 @@ _MOST = 8
 _TAG = "$"
 
 
-def write_resolved(path: Path, config: Config, stated: Config) -> None:
-    """Write a resolved config, as a whole or not at all.
+def write_resolved(path: Path, config: Config, stated: Config, copy: Path | None = None) -> None:
+    """Write a resolved config.
 
     Args:
-        path: path of the file.
+        path: path of the file, which nobody reads yet.
         config: the resolved config.
         stated: what the user's file and the overrides say, from `state_config`.
+        copy: path of a copy for people, written as a whole or, where the disk does not take it, not at all.
     """
     text = json.dumps({"resolved": _encode(config), "stated": _stated(stated)}, indent=1) + "\n"
-    if path.exists() and path.read_text() == text:  # of the attempt before
+    path.write_text(text)
+    if copy is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+    draft = copy.with_name(f".{copy.name}-{os.getpid()}")
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)  # the disk of another host may lack it
+        draft.write_text(text)
+        draft.replace(copy)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def read_resolved(path: Path, stated: Config, *, is_restart: bool = False) -> Config:
@@ -60,7 +67,7 @@ def read_resolved(path: Path, stated: Config, *, is_restart: bool = False) -> Co
     """
     content = json.loads(path.read_text())
     there, here = content["stated"], json.loads(json.dumps(_stated(stated)))
-    keys = [key for key in {**there, **here} if there.get(key, "absent") != here.get(key, "absent")]
+    keys = [key for key in {**there, **here} if _text(there, key) != _text(here, key)]
     if keys:
         problems = [
             f"{key}: {brief(here.get(key, 'absent'))} here, {brief(there.get(key, 'absent'))} in the launcher"
@@ -76,6 +83,11 @@ def read_resolved(path: Path, stated: Config, *, is_restart: bool = False) -> Co
     config = validate(_decode(content["resolved"], stated, ""))
     config._source = stated.source
     return config
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key as JSON, in which NaN is equal to NaN; empty where there is none."""
+    return json.dumps(values[key], sort_keys=True) if key in values else ""
 
 
 def _stated(config: Config) -> dict[str, Any]:
@@ -115,7 +127,10 @@ def _decode(value: Any, stated: Any, path: str) -> Any:
         if isinstance(value[_TAG], list):
             return tuple(_decode(item, _below(stated, at), f"{path}.{at}") for at, item in enumerate(value[_TAG]))
         if stated is None:
-            raise ConfigError(f"{path.lstrip('.')}: the config file has no object here, but had one in the launcher")
+            raise ConfigError(
+                f"{path.lstrip('.')}: the config file has no object here, but had one in the launcher, which cannot "
+                f"pass it on: put it back into the file, and continue by --resume"
+            )
         return stated
     if isinstance(value, dict):
         return {key: _decode(item, _below(stated, key), f"{path}.{key}") for key, item in value.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,5 +112,22 @@ def test_an_object_that_is_gone_is_refused(tmp_path: Path) -> None:
     stated = state_config(dict(data=[1, 2]))
     write_resolved(tmp_path / "resolved.json", stated, stated)
     assert json.loads((tmp_path / "resolved.json").read_text())["resolved"]["data"] == {"$": "object"}
-    with pytest.raises(ConfigError, match=r"data: the config file has no object here"):
+    with pytest.raises(ConfigError, match=r"data: the config file has no object here.* put it back into the file"):
         read_resolved(tmp_path / "resolved.json", state_config({}), is_restart=True)
+
+
+def test_a_nan_is_what_it_was(tmp_path: Path) -> None:
+    stated = state_config(dict(data=dict(type="PythonStdlib", fill=float("nan"))))
+    write_resolved(tmp_path / "resolved.json", stated, stated)
+    assert math.isnan(read_resolved(tmp_path / "resolved.json", stated).data.fill)
+
+
+def test_a_copy_that_the_disk_does_not_take_ends_nothing(tmp_path: Path) -> None:
+    stated = state_config({})
+    write_resolved(tmp_path / "resolved.json", stated, stated, tmp_path / "run" / "resolved.json")
+    assert (tmp_path / "run" / "resolved.json").read_text() == (tmp_path / "resolved.json").read_text()
+    (tmp_path / "taken").write_text("")
+    write_resolved(tmp_path / "resolved.json", stated, stated, tmp_path / "taken" / "resolved.json")
+    (tmp_path / "other" / "resolved.json").mkdir(parents=True)
+    write_resolved(tmp_path / "resolved.json", stated, stated, tmp_path / "other" / "resolved.json")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["resolved.json"], "no draft stays"
