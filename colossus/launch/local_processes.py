@@ -180,7 +180,8 @@ class LocalProcesses:
                 self._attempt.is_hurried = True
 
         note_stop_signals(self._attempt)  # except a second Ctrl-C, after which nothing is saved
-        signal.signal(signal.SIGINT, again)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, again)
         for process in running.values():
             process.send_signal(signum)
         beats: dict[int, int | None] = dict.fromkeys(running)

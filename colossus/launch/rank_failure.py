@@ -40,7 +40,7 @@ _MAIN_THREAD_SECONDS = 2.0
 
 @dataclass
 class RankRun:
-    """The state of a rank's run, for its failure record.
+    """The state of a rank's run, for the record of its end.
 
     Attributes:
         rank: the global rank.
@@ -69,7 +69,7 @@ class RankRun:
     has_failed: bool = False
 
     def details(self) -> dict[str, Any]:
-        """Return the fields of a failure record that do not come from the error."""
+        """Return the fields of the rank's end that do not come from the error."""
         log = sys.modules.get("colossus.comm.log")  # where it is not loaded, there was no collective
         return {
             "step": self.step,
@@ -102,7 +102,10 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> RankEnd:
             break
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
-    rollback = getattr(error, "rollback", None)
+    spikes = sys.modules.get("colossus.engine.loss_spikes")  # where it is not loaded, nothing asks to go back
+    rollback = getattr(error, "rollback", None)  # of ours; an error of the user may have such an attribute, too
+    if spikes is None or not isinstance(rollback, spikes.Rollback):
+        rollback = None
     return _end(rank, kind_of(error), type(error).__name__, str(error), text, rollback=rollback, **details)
 
 
@@ -169,7 +172,7 @@ def write_hard_end(run: RankRun, thread: int) -> None:
 
 
 def watch_nccl(run: RankRun, timeout_seconds: float) -> None:
-    """Start a thread that writes a failure record when NCCL gives up a collective. Main thread only.
+    """Start a thread that writes the rank's end when NCCL gives up a collective. Main thread only.
 
     After a time-out NCCL's watchdog waits a minute and then ends the process by SIGABRT, while the main thread waits
     for the device and gets no error. The thread asks the watchdogs, records the main thread's stack, and ends the

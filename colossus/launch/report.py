@@ -16,7 +16,7 @@ from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import attempt_log, run_folder
 from colossus.launch.advice import has_few_open_files, open_files_advice
-from colossus.launch.decide import Restart, Stop, lost_by_stop
+from colossus.launch.decide import FAILED, Restart, Stop, lost_by_stop
 from colossus.launch.ends import AttemptEnd, RankEnd
 from colossus.launch.recordings import ranks_in_words, who_is_missing
 
@@ -83,7 +83,7 @@ def cause_of(end: AttemptEnd, decision: Restart | Stop | None = None) -> str:
         return summary(causes).splitlines()[0]
     if end.gone:
         return f"{next(iter(end.gone.values())).split(' (')[0]} has gone"
-    if isinstance(decision, Stop) and decision.code != 1:
+    if isinstance(decision, Stop) and decision.code != FAILED:
         return ""
     return "ranks ended early"
 

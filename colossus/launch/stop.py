@@ -19,7 +19,7 @@ from collections.abc import Callable
 from colossus.launch.ends import GRACE_SECONDS, STOP_SIGNALS, exit_code
 from colossus.launch.local_processes import RankFiles
 
-#: the longest time of the calls before the hard end (a failure record, metrics)
+#: the longest time of the calls before the hard end (the rank's end, metrics)
 FINAL_CALLS_SECONDS = 0.3
 
 _LOOK_SECONDS = 0.5

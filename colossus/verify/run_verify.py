@@ -58,7 +58,7 @@ def run(
             )
             code = _launch(config, file, is_reference)
             if code:
-                keep = code == FAILED  # the printed message names the failure records
+                keep = code == FAILED  # the printed message names the run folder
                 return code
         grid = build_grid(config.parallel)
         verdict = verify_report.read(folder, grid.world_size, steps, tolerance)

@@ -205,6 +205,13 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
     assert ranks.attempt.is_hurried == (reason == "Ctrl-C again")
 
 
+def test_an_ignored_interrupt_stays_ignored(ranks: Ranks) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks.start(0)
+    assert ranks.end() == {0: 143}
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_processes, "AGAIN_SECONDS", 5.0)
     ranks.start(0, beats=1.0)
