@@ -163,7 +163,7 @@ def _let_signals_raise(end: AttemptEnd) -> None:
 
 class _Agent:
     def __init__(self, job: Job, attempts: Attempts, end: AttemptEnd, files: RankFiles) -> None:
-        self._job, self._attempts, self._end = job, attempts, end
+        self._job, self._attempts, self._end, self._files = job, attempts, end, files
         self._processes = LocalProcesses(end, files)
         self._nodes: Nodes | None = None
         self._looked = time.monotonic()
@@ -187,8 +187,9 @@ class _Agent:
             end.signum = stop.signum
             rendezvous = self._job.rendezvous
             end.leaves = rendezvous is not None and rendezvous.can_leave and stop.signum == signal.SIGTERM
-        signum = end.signum or signal.SIGTERM
-        self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
+        finally:  # ranks do not outlive an error here
+            signum = end.signum or signal.SIGTERM
+            self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 
     def _start(self, before: int | None) -> None:
         job, end = self._job, self._end
@@ -204,16 +205,17 @@ class _Agent:
             print("\n".join(lines), flush=True)
         if number := num_servers(config, num_nodes):
             start_servers(self._processes.servers, number, folder, config.comm.timeout_seconds, self._nodes)
-        resolved = folder / (run_folder.RESOLVED if not end.node else f"node-{end.node}-{run_folder.RESOLVED}")
+        resolved = self._files.folder / run_folder.RESOLVED  # on this host, since the disk of the run may be full
         if ranks:
-            write_resolved(resolved, config, job.stated)
+            name = run_folder.RESOLVED if not end.node else f"node-{end.node}-{run_folder.RESOLVED}"
+            write_resolved(resolved, config, job.stated, folder / name)
         words = (str(folder), resume or "", str(resolved), *job.words)
         variables = {  # those that torchrun sets
             "WORLD_SIZE": str(num_nodes * job.local_ranks),
             "LOCAL_WORLD_SIZE": str(job.local_ranks),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "colossus",
+            "TORCHELASTIC_RUN_ID": self._attempts.launch,
             "TORCHELASTIC_RESTART_COUNT": str(self._attempts.number),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -287,9 +289,9 @@ class _Agent:
             end.gone, end.others = nodes.gone(), dict(nodes.ends)
             nodes.close()
         note_stop_signals(end)
+        self._processes.close()
         if end.config is not None and end.folder is not None:
             end.unsaved_step = unsaved_step(end.config, end.folder, end.started)
-        self._processes.close()
 
 
 def _open_store(host: str, *, only_here: bool) -> TCPStore:

@@ -2,7 +2,8 @@
 
 A row has the number of its attempt, and what is known of it by then: that it ``began``; that its ranks train, with the
 cost of a restart (`record_start`); that it ``ended``, with the ranks that failed and the decision. Rows with the same
-number complete each other, and a row that begins attempt 0 begins another launch.
+number complete each other. Another launch begins with a row that begins attempt 0, and, since a full disk may have lost
+that one, with any row of another ``launch``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from colossus.arithmetic import counted
 from colossus.launch import run_folder
-from colossus.launch.decide import Rollback
+from colossus.launch.decide import RollbackOrder
 from colossus.launch.ends import RankEnd
 from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.row_file import append_whole
@@ -39,21 +40,29 @@ def append(folder: Path, attempt: int, **facts: Any) -> bool:
     return True
 
 
-def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return number -> all that is known of each attempt of the last launch; ``ranks`` are its failed ranks."""
-    return next(reversed(read_launches(folder)), {})
+def read(folder: Path, launch: str | None = None) -> dict[int, dict[str, Any]]:
+    """Return number -> all that is known of each attempt of the last launch; ``ranks`` are its failed ranks.
+
+    Args:
+        folder: the run folder.
+        launch: the identifier of a launch: nothing is returned where the last one is another.
+    """
+    last: dict[int, dict[str, Any]] = next(reversed(read_launches(folder)), {})
+    return {number: row for number, row in last.items() if launch is None or row.get("launch") == launch}
 
 
 def read_launches(folder: Path) -> list[dict[int, dict[str, Any]]]:
     """Return `read` of each launch in this folder, the last one at the end."""
     launches: list[dict[int, dict[str, Any]]] = []
+    launch = None
     with suppress(OSError):
         for line in (folder / ROWS).read_bytes().splitlines():
             with suppress(ValueError, KeyError, TypeError):  # an incomplete row
                 row = json.loads(line)
                 number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
-                if not launches or (number == 0 and "began" in row):
+                if not launches or (number == 0 and "began" in row) or row.get("launch") != launch:
                     launches.append({})
+                launch = row.get("launch")
                 attempt = launches[-1].setdefault(number, {"ranks": []})
                 attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
     return launches
@@ -64,21 +73,31 @@ def this_attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def _this_launch() -> str | None:
+    """Return the identifier of this rank's launch, which our launcher and torchrun set."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def record_began(folder: Path) -> None:
+    """Record the beginning of this rank's attempt, without a launcher of ours."""
+    append(folder, this_attempt(), launch=_this_launch(), began=time.time())
+
+
 def record_failure(folder: Path, end: RankEnd) -> bool:
     """Write the failure of a rank without a launcher of ours; return whether no other culprit was before it."""
     attempt = this_attempt()
-    append(folder, attempt, ranks=[end.facts()])
-    culprits = [rank for rank in read(folder).get(attempt, {}).get("ranks", ()) if rank.kind == "error"]
+    append(folder, attempt, launch=_this_launch(), ranks=[end.facts()])
+    culprits = [rank for rank in read(folder, _this_launch()).get(attempt, {}).get("ranks", ()) if rank.kind == "error"]
     return not culprits or culprits[0].rank == end.rank
 
 
-def pending_rollback(folder: Path) -> Rollback | None:
+def pending_rollback(folder: Path) -> RollbackOrder | None:
     """Return the order to go back that this attempt follows: until its ranks train, that of the attempts before it."""
-    attempts = read(folder)
+    attempts = read(folder, _this_launch())
     for attempt in range(this_attempt() - 1, -1, -1):
         past = attempts.get(attempt, {})
         if (rollback := past.get("rollback")) is not None:
-            return Rollback(*rollback)
+            return RollbackOrder(*rollback)
         if "from_step" in past:
             return None
     return None
@@ -96,13 +115,13 @@ def record_start(folder: Path, completed_steps: int, resumed_from: Path | None) 
     """
     attempt = this_attempt()
     if not attempt:
-        append(folder, attempt, from_step=completed_steps)
+        append(folder, attempt, launch=_this_launch(), from_step=completed_steps)
         return
-    attempts = read(folder)
+    attempts = read(folder, _this_launch())
     trained = (number for number in range(attempt - 1, 0, -1) if "from_step" in attempts.get(number, {}))
     began = attempts.get(next(trained, 0), {}).get("began", time.time())
     cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, began)
-    append(folder, attempt, **cost)
+    append(folder, attempt, launch=_this_launch(), **cost)
     repeated = counted(cost["steps_redone"], "step")
     where = f"from {resumed_from}" if resumed_from is not None else "from the beginning, since nothing was saved"
     print(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
+from uuid import uuid4
 
 from colossus.config import ConfigError
 from colossus.launch import attempt_log, run_folder
@@ -27,11 +28,13 @@ class Attempts:
         begin: makes and locks the run folder for the first attempt.
 
     Attributes:
+        launch: an identifier of this launch, the same on all nodes, which its rows have.
         folder: the run folder; None before this node has it.
         history: the attempts that have ended.
     """
 
     def __init__(self, begin: Callable[[], RunStart]) -> None:
+        self.launch = uuid4().hex[:12]
         self.folder: Path | None = None
         self.history: list[PastAttempt] = []
         self._begin = begin
@@ -46,38 +49,50 @@ class Attempts:
         return len(self.history)
 
     def begin(self) -> RunStart:
-        """Return the start of the next attempt, on the first node; the folders stay locked until `close`."""
+        """Return the start of the next attempt, on the first node; the folders stay locked until `close`.
+
+        Raises:
+            ConfigError: the folder cannot be used, or the order to go back, of a first node that has gone, cannot be
+                written.
+        """
         if self.folder is None:
             self.folder, self._resume, self._locks = self._begin()
         elif not self._locks:
             # the node with the lock has gone; a network file system may keep that lock for minutes
             with suppress(ConfigError):
                 self._locks = (run_folder.take(self.folder, None),)
-        if self._last_row and "ended" not in attempt_log.read(self.folder).get(self.number - 1, {}):
-            attempt_log.append(self.folder, self.number - 1, **self._last_row)
+        if self._last_row and "ended" not in attempt_log.read(self.folder, self.launch).get(self.number - 1, {}):
+            is_written = attempt_log.append(self.folder, self.number - 1, **self._last_row)
+            if not is_written and self._last_row.get("rollback") is not None:
+                raise ConfigError([_no_order(self.folder)])
         remove_recordings(self.folder)
-        attempt_log.append(self.folder, self.number, began=time.time())
+        attempt_log.append(self.folder, self.number, launch=self.launch, began=time.time())
         return RunStart(self.folder, self._resume, tuple(self._locks))
 
     def shared(self) -> Any:
         """Return what other nodes must know, as `receive` takes it."""
-        return self.history, self._resume
+        return self.history, self._resume, self.launch
 
     def receive(self, folder: Path, shared: Any) -> None:
         """Take over the folder and the history of the first node."""
-        self.folder, (history, self._resume) = folder, shared
+        self.folder, (history, self._resume, self.launch) = folder, shared
         self.history = [PastAttempt(ended, counts, error and tuple(error)) for ended, counts, error in history]
 
     def record(self, end: AttemptEnd, decision: Restart | Stop) -> Restart | Stop:
-        """Record the end of an attempt; return the decision, or a stop where an order to go back cannot be written."""
+        """Record the end of an attempt; return the decision, or a stop where an order to go back cannot be written.
+
+        Only the first node writes, and stops. The others end when it closes the rendezvous; where it has gone before it
+        could write, the next first node writes or stops (`begin`).
+        """
         if end.folder is None:
             return decision
         now, ranks = time.time(), [rank.facts() for rank in end.failed]
-        self._last_row = {"ended": now, "cause": cause_of(end, decision), "ranks": ranks, **asdict(decision)}
+        facts = {"launch": self.launch, "ended": now, "cause": cause_of(end, decision), "ranks": ranks}
+        self._last_row = {**facts, **asdict(decision)}
         is_written = end.node not in (None, 0) or attempt_log.append(end.folder, self.number, **self._last_row)
         if isinstance(decision, Restart):
             if decision.rollback is not None and not is_written:
-                return Stop(FAILED, f"the order to go back cannot be written to {end.folder / attempt_log.ROWS}")
+                return Stop(FAILED, _no_order(end.folder))
             self.history.append(PastAttempt(now, decision.count > 0, decision.error))
         return decision
 
@@ -85,3 +100,7 @@ class Attempts:
         """Release the locks; the run is over."""
         for lock in self._locks:
             lock.close()
+
+
+def _no_order(folder: Path) -> str:
+    return f"the order to go back cannot be written to {folder / attempt_log.ROWS}: is the disk full (`df`)?"

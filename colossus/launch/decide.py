@@ -1,6 +1,10 @@
 """The decision at the end of an attempt: whether another one follows, from where and on which nodes. No torch.
 
-It depends on nothing but its arguments, so that the launchers of all nodes, which know the same ends, decide alike.
+It depends on nothing but its arguments, so that the launchers of all nodes, which exchange their ends (`NodeEnd`),
+decide alike. Some facts are a node's own: its clock, which `RestartsSection.within` is compared with; the nodes that
+are silent towards it (``gone``); a signal that comes when it has reported its end; the last step that its view of the
+run folder has (``unsaved_step``, which changes only the exit code of a stop). Where only one node therefore stops, it
+closes the rendezvous, and the others end, too.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ _NEED_ROLLBACK = {
 }
 
 
-class Rollback(NamedTuple):
+class RollbackOrder(NamedTuple):
     """An order to go back.
 
     Attributes:
@@ -62,7 +66,7 @@ class Restart:
         error: the error of the culprit, if it raised one.
     """
 
-    rollback: Rollback | None = None
+    rollback: RollbackOrder | None = None
     nodes: tuple[int, ...] = (0,)
     count: int = 0
     error: tuple[str, str, int | None] | None = None
@@ -110,7 +114,7 @@ def decide(
     rollback, error = None, None
     if culprit is not None and culprit.rollback is not None:
         until, skip_batches = culprit.rollback
-        rollback = Rollback(until, skip_batches, now)
+        rollback = RollbackOrder(until, skip_batches, now)
     if culprit is not None and culprit.cause == "error":
         error = culprit.error
     return Restart(rollback, nodes, len(recent) + 1, error)
@@ -121,9 +125,10 @@ def _regroups(end: AttemptEnd) -> bool:
 
     A rank that is stopped before its first step has a record, but has not failed.
     """
-    if not any(node.regroups or node.leaves for node in end.nodes) or end.gone or end.late_signum is not None:
+    if not any(node.regroups or node.leaves for node in end.nodes) or end.gone:
         return False
-    if end.signum is not None or any(node.signum is not None and not node.leaves for node in end.others.values()):
+    staying = [end, *(node for node in end.others.values() if not node.leaves)]
+    if any(node.signum is not None or node.late_signum is not None for node in staying):
         return False
     return stop_code(rank for rank in end.all_ranks if not rank.is_of_start_up) is not None
 
@@ -131,7 +136,7 @@ def _regroups(end: AttemptEnd) -> bool:
 def _is_stopped(end: AttemptEnd) -> bool:
     """Return whether a signal has asked for the end of the run, even if it failed while it ended."""
     is_stop = end.dead_server is None and not end.gone and stop_code(end.all_ranks) is not None
-    return is_stop or end.late_signum is not None or any(node.signum is not None for node in end.nodes)
+    return is_stop or any(node.signum is not None or node.late_signum is not None for node in end.nodes)
 
 
 def _exit_code(end: AttemptEnd) -> int:
@@ -149,7 +154,9 @@ def _exit_code(end: AttemptEnd) -> int:
 
 def lost_by_stop(end: AttemptEnd) -> list[RankEnd] | None:
     """Return the ranks because of which a stop has lost steps that were to be saved; None where none is lost."""
-    if end.config is None or not end.config.checkpoint.every or end.folder is None or end.is_hurried:
+    if end.config is None or not end.config.checkpoint.every or end.folder is None:
+        return None
+    if any(node.is_hurried for node in end.nodes):
         return None
     causes = end.failed
     # a save that failed because another rank has ended is not the cause

@@ -163,6 +163,8 @@ class NodeEnd:
         is_spare: whether it had no ranks, since the plan needs fewer nodes.
         regroups: whether it has stopped the ranks of all nodes so that new nodes can take part.
         leaves: whether it was stopped and the other nodes go on without it.
+        is_hurried: whether a second Ctrl-C has asked to end without a checkpoint.
+        late_signum: a stop signal that came when the ranks were being ended already.
     """
 
     ranks: dict[int, RankEnd] = field(default_factory=dict)
@@ -171,6 +173,8 @@ class NodeEnd:
     is_spare: bool = False
     regroups: bool = False
     leaves: bool = False
+    is_hurried: bool = False
+    late_signum: int | None = None
 
     @property
     def is_good(self) -> bool:
@@ -190,8 +194,6 @@ class AttemptEnd(NodeEnd):
         config: the config of the attempt, with its plan; None before the nodes have met.
         folder: the run folder of all nodes; None before they have agreed on it.
         node: the number of this node; None before it has met others, or without others.
-        is_hurried: whether a second Ctrl-C has asked to end without a checkpoint.
-        late_signum: a stop signal that came when the ranks were being ended already.
         others: number of another node -> its end, where it has reported that.
         gone: number of another node that is silent -> a text on it.
         unsaved_step: the last step, where this attempt has trained it and no checkpoint has it; else None.
@@ -201,8 +203,6 @@ class AttemptEnd(NodeEnd):
     config: Config | None = None
     folder: Path | None = None
     node: int | None = None
-    is_hurried: bool = False
-    late_signum: int | None = None
     others: Mapping[int, NodeEnd] = field(default_factory=dict)
     gone: Mapping[int, str] = field(default_factory=dict)
     unsaved_step: int | None = None

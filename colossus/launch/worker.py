@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -150,7 +149,7 @@ def _start_hook(run: RankRun, config: Config) -> Any:
     from colossus.engine.fit import Hook
 
     class StartHook(Hook):
-        """A hook that writes the files of a run's start, and keeps the number of the running step for a failure record.
+        """A hook that writes the files of a run's start, and keeps the number of the running step for the rank's end.
 
         After its start a stop is a clean one. A stop that comes while the run is loaded ends the process, since an
         attempt whose launcher was killed meanwhile must not begin a step or touch the metrics.
@@ -215,5 +214,5 @@ def _take_folder(run: RankRun, origin: Callable[[], Origin]) -> tuple[Path, str 
     start = origin().take()
     run.locks += (*start.locks, run_folder.hold(start.folder))
     remove_recordings(start.folder)
-    attempt_log.append(start.folder, attempt_log.this_attempt(), began=time.time())
+    attempt_log.record_began(start.folder)
     return start.folder.resolve(), start.resume

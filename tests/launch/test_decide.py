@@ -12,7 +12,7 @@ import pytest
 from colossus.config import load_config
 from colossus.config.launch_section import RestartsSection
 from colossus.context.grid import build_grid
-from colossus.launch.decide import PastAttempt, Restart, Rollback, Stop, decide
+from colossus.launch.decide import PastAttempt, Restart, RollbackOrder, Stop, decide
 from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.report import report
 
@@ -73,11 +73,11 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     # those that go back
     (
         of(raised("LossSpike", rollback=(5, None))),
-        Restart(Rollback(5, None, NOW), count=1, error=raised("LossSpike").error),
+        Restart(RollbackOrder(5, None, NOW), count=1, error=raised("LossSpike").error),
     ),
     (
         of(raised("ReplicasDiffer", rollback=[6, 0])),
-        Restart(Rollback(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
+        Restart(RollbackOrder(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
     ),
     # stops
     (of(STOPPED, signum=signal.SIGTERM), Stop(143)),
@@ -91,6 +91,7 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     (of(STOPPED, signum=signal.SIGTERM, config=SAVES), Stop(143)),
     (of(STOPPED, signum=signal.SIGTERM, config=SAVES, unsaved_step=7), Stop(1)),
     (of(STOPPED, signum=signal.SIGTERM, config=SAVES, unsaved_step=7, is_hurried=True), Stop(143)),
+    (of(STOPPED, node=0, others=node(1, STOPPED, signum=2, is_hurried=True), config=SAVES, unsaved_step=7), Stop(130)),
     (of(STOPPED, signum=signal.SIGTERM, unsaved_step=7), Stop(143)),
     (of(STOPPED, STUCK, signum=signal.SIGTERM, config=SAVES), Stop(1)),
     (of(STOPPED, STARTS, signum=signal.SIGTERM, config=SAVES), Stop(143)),
@@ -110,6 +111,8 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     (of(STOPPED, node=0, others=node(1, DEAD, regroups=True)), Restart(nodes=(0, 1), count=1)),
     (of(STOPPED, node=0, others=REGROUPS, gone={2: "node 2 (host c)"}), Restart(nodes=(0, 1), count=1)),
     (of(STOPPED, node=0, others=REGROUPS, late_signum=signal.SIGINT), Stop(143)),
+    (of(STOPPED, node=0, others=node(1, STOPPED_ITSELF, regroups=True, late_signum=signal.SIGINT)), Stop(143)),
+    (of(raised(), node=0, others=node(1, VICTIM, late_signum=signal.SIGINT)), Stop(1)),
     (of(GOOD, node=0, others=node(1, GOOD, regroups=True)), Stop(0)),  # through
     (of(STOPPED, node=0, others=LEAVES), Restart()),
     (of(STOPPED, node=0, others=LEAVES, signum=signal.SIGTERM), Stop(143)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -20,7 +21,8 @@ from colossus.config import ConfigError, load_config
 from colossus.config.launch_section import RestartsSection
 from colossus.launch import agent, attempt_log, command, local_processes, run_folder
 from colossus.launch.attempts import Attempts
-from colossus.launch.decide import Restart, Rollback, Stop, decide
+from colossus.launch.auto_plan import Planned
+from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.restart_checks import check_restart_keys
 from colossus.launch.resume import RunStart
@@ -129,13 +131,14 @@ def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path, monkeypatch
     orders = []
     for cause, trains in ((death, True), (spike, False), (death, True), (death, True)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempts.number))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempts.launch)
         attempts.begin()
         orders.append(attempt_log.pending_rollback(tmp_path))
         if trains:
             attempt_log.record_start(tmp_path, 3, tmp_path)
         end = AttemptEnd({0: cause}, folder=tmp_path)
         attempts.record(end, decide(end, attempts.history, RestartsSection(max=9), 100.0 + attempts.number))
-    assert orders == [None, None, Rollback(5, None, 101.0), None]
+    assert orders == [None, None, RollbackOrder(5, None, 101.0), None]
     rows = attempt_log.read(tmp_path)
     assert [row["from_step"] for row in rows.values() if "from_step" in row] == [3, 3, 3]
     assert [row["cause"].split(":")[0] for row in rows.values()] == [
@@ -147,6 +150,21 @@ def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path, monkeypatch
     assert rows[1]["ranks"][0].error == spike.error
     assert Attempts(lambda: RunStart(tmp_path, None, ())).begin().folder == tmp_path
     assert [*attempt_log.read(tmp_path)] == [0], "another launch in the same folder"
+
+
+def test_an_order_of_an_earlier_launch_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a full disk has not taken the first rows of this launch."""
+    earlier, later = (Attempts(lambda: RunStart(tmp_path, None, ())) for _ in range(2))
+    earlier.begin()
+    earlier.record(AttemptEnd({0: RankEnd(0, 1)}, folder=tmp_path), Restart(RollbackOrder(5, None, 1.0), count=1))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", earlier.launch)
+    assert attempt_log.pending_rollback(tmp_path) == RollbackOrder(5, None, 1.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", later.launch)
+    assert attempt_log.pending_rollback(tmp_path) is None, "no row of this launch"
+    attempt_log.append(tmp_path, 1, launch=later.launch, began=2.0)
+    assert attempt_log.pending_rollback(tmp_path) is None
+    assert [[*launch] for launch in attempt_log.read_launches(tmp_path)] == [[0], [1]]
 
 
 def test_a_node_that_becomes_the_first_has_the_history(tmp_path: Path) -> None:
@@ -173,9 +191,15 @@ def test_an_order_to_go_back_that_cannot_be_written_is_not_forgotten(tmp_path: P
     (tmp_path / attempt_log.ROWS).mkdir()
     end = AttemptEnd({0: RankEnd(0, -9)}, folder=tmp_path)
     assert attempts.record(end, Restart(count=1)) == Restart(count=1)
-    stop = attempts.record(end, Restart(Rollback(5, None, 1.0), count=1))
+    stop = attempts.record(end, Restart(RollbackOrder(5, None, 1.0), count=1))
     assert isinstance(stop, Stop)
     assert "the order to go back cannot be written" in stop.reason
+    other = Attempts(partial(pytest.fail, "begins anew"))  # of another node, where the first has gone
+    other.receive(tmp_path, json.loads(json.dumps(attempts.shared())))
+    end = AttemptEnd({1: RankEnd(1, 1)}, folder=tmp_path, node=1)
+    assert isinstance(other.record(end, Restart(RollbackOrder(5, None, 1.0), count=1)), Restart)
+    with pytest.raises(ConfigError, match="the order to go back cannot be written"):
+        other.begin()
 
 
 @pytest.mark.parametrize(
@@ -234,6 +258,24 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
         attempts = Attempts(partial(pytest.fail, "the attempt began"))
         stopped = agent.run_workers(agent.Job(plan, load_config(CONFIG), (str(CONFIG),), 2), attempts)
     assert (stopped.signum, stopped.late_signum) == (signal.SIGUSR1, signal.SIGTERM)
+
+
+def test_ranks_do_not_outlive_an_error_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_one(*arguments: Any) -> Any:
+        if started:
+            raise OSError("no more processes")
+        started.append(subprocess.Popen(["sleep", "60"]))
+        return started[0]
+
+    monkeypatch.setattr(agent, "start_process", start_one)
+    config = load_config(CONFIG)
+    job = agent.Job(lambda num_nodes: (Planned(config, []), 1), config, (str(CONFIG),), 2)
+    with agent.restored_signals(), pytest.raises(OSError, match="no more processes"):
+        agent.run_workers(job, Attempts(lambda: RunStart(tmp_path, None, ())))
+    assert started[0].poll() == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir() if "resolved" in path.name] == [run_folder.RESOLVED]
 
 
 def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
