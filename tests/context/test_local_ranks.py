@@ -71,6 +71,7 @@ def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
     assert caught.value.silent == [1]
 
 
+@pytest.mark.long
 def test_processor_time_is_read_without_proc_too() -> None:
     """The children that run; ps has whole seconds on Linux."""
 

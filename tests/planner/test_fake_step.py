@@ -129,6 +129,7 @@ def test_gradients_of_all_microbatches_are_added_in_the_buckets() -> None:
     assert two.peak - one.peak < two.stored.gradients / 100
 
 
+@pytest.mark.long
 def test_nothing_is_left_behind() -> None:
     gather = dist.all_gather_object
     fake_steps(load_config(config_of_case(CASES["zero_2_masters"]), nproc=2))

@@ -64,6 +64,7 @@ def test_the_engines_own_operators_take_as_long_as_predicted() -> None:
     assert predicted == pytest.approx(played, rel=0.01)
 
 
+@pytest.mark.long
 def test_what_differs_is_told() -> None:
     estimate = _estimate("zero_3")
     cost = estimate.axes["data"]
