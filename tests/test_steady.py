@@ -78,6 +78,11 @@ MIXTURE = dict(
         type="Mix", sources=dict(one=PACKED, other={**PACKED, "strategy": "greedy"}), weights=dict(one=1, other=3)
     ),
 )
+BUDGET = dict(
+    model=dict(type="Llama", **{**SIZES, "vocab_size": 256}),
+    data={**PACKED, "strategy": "none"},
+    train=dict(tokens_per_microbatch=24),
+)
 TABLES = dict(model=dict(type=WithTable), optimizer=dict(tables=dict(type="SparseAdam")))
 
 
@@ -128,6 +133,10 @@ def cases() -> dict[str, Case]:
     linear = dict(type="Llama", **SIZES, linear=dict(num_heads=2, key_dim=8, value_dim=8), attention_pattern=["linear"])
     found["linear attention over a ring"] = Case(2, dict(sequence=2), dict(model=linear))
     found["a mixture of packed documents"] = Case(2, dict(data=2), MIXTURE)
+    found["the same bits"] = Case(4, dict(data=2, pipeline=2), dict(train=dict(reproducible="plan")))
+    found["a budget of tokens"] = Case(2, dict(pipeline=2), BUDGET)
+    adapters = dict(type="GPT", lora=dict(rank=2))
+    found["adapters"] = Case(2, dict(tensor=2), dict(model=adapters))
     found["tables"] = Case(2, dict(data=2, strategy=dict(type="hybrid", ways={"*": "owners"})), TABLES)
     return found
 

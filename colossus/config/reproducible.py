@@ -37,10 +37,10 @@ def reproducible_plan(config: Config, parallel: Parallel, options: Any) -> tuple
 def _problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
     """Return a line for each part of a plan whose sums have other bits than one process computes."""
     tensor, train, strategy = parallel.tensor, config.train, parallel.data_strategy
-    name, sequence = strategy["type"], parallel.sequence.size
+    mode, name, sequence = tensor.mode, strategy["type"], parallel.sequence.size
     chunk = getattr(options, "loss_chunk", None)
     refused = {
-        f"parallel.tensor.mode = {tensor.mode!r} splits samples: set 1d": tensor.size > 1 and tensor.mode != "1d",
+        f"parallel.tensor.mode = {mode!r}, which splits samples: set 1d": tensor.size > 1 and mode != "1d",
         "parallel.tensor.sequence_sharded, which splits the sums over a sample's tokens: leave it out": (
             tensor.sequence_sharded
         ),

@@ -1,4 +1,4 @@
-"""Sums of gradients and of their squares that are exact, so that their bits depend on no order, and on no plan.
+"""Sums of gradients that are exact, so that their bits depend on no order, and on no plan.
 
 Under ``train.reproducible`` each sample is a microbatch. The gradient of a sample has the same bits under every plan
 that supports it. Here these gradients are added over samples and ranks as fixed-point numbers: float64 multiples of a
@@ -52,7 +52,8 @@ class OrderFreeGradients:
         #: id of a parameter -> its sums, float64 [2, elements], and whether a rank has added to them
         self._sums: dict[int, Tensor] = {}
         self._used: set[int] = set()
-        self._groups = {id(param): parts.context.subgroup("pipeline", sorted(ranks)) for param, ranks in parts.tied}
+        #: id of a tied parameter -> the pipeline ranks that hold it
+        self._stages_of = {id(param): parts.context.subgroup("pipeline", sorted(ranks)) for param, ranks in parts.tied}
 
     def takes(self, param: Tensor) -> bool:
         """Return whether the gradients of a parameter's products are passed to `add`, and not to autograd."""
@@ -90,7 +91,8 @@ class OrderFreeGradients:
         context = self._parts.context
         self._undecided = agree_on_axes(self._undecided, context)
         tensor = set(context.grid.axes("tensor"))
-        by_group: dict[AxisGroup, list[nn.Parameter]] = {}
+        over_axes: dict[AxisGroup, list[nn.Parameter]] = {}
+        over_stages: dict[AxisGroup, list[nn.Parameter]] = {}
         for param in self._params:
             axes = gradient_sum_axes(param, context)
             if tensor.intersection(axes):
@@ -98,14 +100,10 @@ class OrderFreeGradients:
                     f"train.reproducible = 'plan': the gradient of {spec_of(param).name} is a sum over tensor ranks of "
                     f"addends that depend on their number (of each rank's heads, for example): use parallel.tensor = 1"
                 )
-            by_group.setdefault(context.state_group(axes), []).append(param)
-        for group, params in by_group.items():
-            self._sum(group, params)
-        tied: dict[AxisGroup, list[nn.Parameter]] = {}
-        for param in self._params:
-            if (ranks := self._groups.get(id(param))) is not None:
-                tied.setdefault(ranks, []).append(param)
-        for group, params in tied.items():
+            over_axes.setdefault(context.state_group(axes), []).append(param)
+            if (stages := self._stages_of.get(id(param))) is not None:
+                over_stages.setdefault(stages, []).append(param)
+        for group, params in (*over_axes.items(), *over_stages.items()):
             self._sum(group, params)
         for param in self._params:
             self._set_gradient(param)
@@ -121,17 +119,16 @@ class OrderFreeGradients:
         used = collectives.all_reduce(flags.to(params[0].device), group, owned=True).wait().tolist()
         for param, flag in zip(params, used, strict=True):
             if flag:
-                self._sums[id(param)] = collectives.all_reduce(
-                    self._sums_of(param, param.numel()), group, owned=True
-                ).wait()
+                sums = self._sums_of(param, param.numel())
+                self._sums[id(param)] = collectives.all_reduce(sums, group, owned=True).wait()
                 self._used.add(id(param))
 
     def _set_gradient(self, param: nn.Parameter) -> None:
         if id(param) not in self._used:
             return
         context = self._parts.context
-        group, ranks = context.group(gradient_sum_axes(param, context)), self._groups.get(id(param))
-        is_first = group.index == 0 and (ranks is None or ranks.index == 0)
+        group, stages = context.group(gradient_sum_axes(param, context)), self._stages_of.get(id(param))
+        is_first = group.index == 0 and (stages is None or stages.index == 0)
         high, low = self._sums[id(param)]
         # sums that have lost bits count as not finite
         total = torch.where(high.abs() < _MOST, high + low, torch.inf).view(param.shape).to(gradient_dtype(param))

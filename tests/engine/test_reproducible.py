@@ -131,7 +131,7 @@ def test_a_model_in_plain_torch_over_data() -> None:
     [
         (
             dict(parallel=dict(tensor=dict(size=4, mode="2d"))),
-            "parallel.tensor.mode = '2d' splits samples: set 1d",
+            "parallel.tensor.mode = '2d', which splits samples",
         ),
         (dict(parallel=dict(sequence=2)), "parallel.sequence = 2, which splits the sums over a sample's tokens"),
         (dict(parallel=dict(data=2, strategy="sgp")), "parallel.strategy = 'sgp': set one of all_reduce"),
