@@ -7,10 +7,10 @@ opened.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from colossus.checkpoint.durable import write_flushed
 from colossus.checkpoint.errors import CheckpointError
@@ -18,10 +18,41 @@ from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 from colossus.checkpoint.saved_averages import with_average
 from colossus.config.user_path import user_path
+from colossus.import_path import imported
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     from colossus.checkpoint.reader import CheckpointReader
+
+
+class _Folder(Protocol):
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of folders with weights that are no checkpoints of ours, an entry of `WEIGHT_FORMATS`.
+
+    Attributes:
+        title: the name of such a folder in messages.
+        recognises: whether a folder has this format.
+        read: the content of a folder without the values; raises a CheckpointError that says why it cannot be read.
+        reader: ``"package.module:class"`` of the reader of the values, which imports torch.
+    """
+
+    title: str
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path], _Folder]
+    reader: str
+
+    def manifest(self, path: Path) -> Manifest:
+        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
+        return self.read(path).manifest
+
+    def open(self, path: Path) -> Any:
+        """Return a reader of the folder."""
+        return imported(self.reader)(path)
 
 
 def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None = None) -> Path:
@@ -71,7 +102,7 @@ def describe_weights(folder: Path) -> str:
     return f"of step {read_manifest(folder).step}, {folder}" if foreign is None else f"of {foreign.title}, {folder}"
 
 
-def _format_of(path: Path) -> Any:
+def _format_of(path: Path) -> WeightFormat | None:
     """Return the foreign format of a folder; None if it may be ours."""
     try:
         if (path / MANIFEST).exists():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.manifest import TOKENIZER_FILE, Manifest
+from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.weight_sources import WeightFormat
 from colossus.config.user_path import user_path
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_folder, read_json, spec_of
 from colossus.hf.native import is_native, resolve_native
@@ -47,33 +46,15 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str
     return spec, path if weights else None, path if (folder / TOKENIZER_FILE).is_file() else None
 
 
-class HuggingFace:
-    """The format of weights that `colossus.checkpoint.weight_sources` calls for a model folder of Hugging Face."""
-
-    title = "a model folder of Hugging Face"
-    recognises = staticmethod(is_hf_folder)
-
-    @staticmethod
-    def manifest(path: Path) -> Manifest:
-        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
-        return read_folder(path).manifest
-
-    @staticmethod
-    def open(path: Path) -> Any:
-        return importlib.import_module("colossus.hf.hf_reader").HFReader(path)
-
-
-class UniversalCheckpoint:
-    """The format of weights that `colossus.checkpoint.weight_sources` calls for DeepSpeed's universal checkpoints."""
-
-    title = "a universal checkpoint of DeepSpeed"
-    recognises = staticmethod(is_universal)
-
-    @staticmethod
-    def manifest(path: Path) -> Manifest:
-        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
-        return read_universal(path).manifest
-
-    @staticmethod
-    def open(path: Path) -> Any:
-        return importlib.import_module("colossus.hf.universal_reader").UniversalReader(path)
+HUGGING_FACE = WeightFormat(
+    title="a model folder of Hugging Face",
+    recognises=is_hf_folder,
+    read=read_folder,
+    reader="colossus.hf.hf_reader:HFReader",
+)
+UNIVERSAL_CHECKPOINT = WeightFormat(
+    title="a universal checkpoint of DeepSpeed",
+    recognises=is_universal,
+    read=read_universal,
+    reader="colossus.hf.universal_reader:UniversalReader",
+)
