@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.page_links import links, order_of_calls
+from helpers.page_links import calls_of_a_step, links
 from helpers.ranks import run_ranks
-from torch import nn
-
-import colossus
-from colossus import layers
 
 # -- docs/one-train-step.md, CONTRIBUTING.md ----------------------------------------------------------------
 
@@ -25,22 +21,8 @@ LINKS = links("one-train-step")
 
 def _called(rank: int) -> list[str]:
     """The linked functions in the order in which a step calls them first."""
-    settings = dict(
-        parallel=dict(data=2, tensor=2),
-        optimizer=dict(type="SGD", lr=0.1),
-        train=dict(global_batch_size=4, precision="fp32"),
-        device="cpu",
-    )
-
-    def pair() -> nn.Module:
-        return nn.Sequential(layers.Linear(6, 10, split="column"), nn.Tanh(), layers.Linear(10, 6, split="row"))
-
-    engine = colossus.initialize(settings, model=pair, loss_fn=lambda y, batch: (y.square().sum(), y.shape[0]))
-    engine.train_step(torch.ones(2, 6))
-    with order_of_calls(LINKS) as called:
-        engine.train_step(torch.ones(2, 6))
-    engine.close()
-    return called
+    optimizer = dict(type="SGD", lr=0.1)
+    return calls_of_a_step(rank, LINKS, lambda engine: engine.train_step(torch.ones(2, 6)), optimizer=optimizer)
 
 
 def test_a_step_calls_what_the_page_links_in_its_order() -> None:

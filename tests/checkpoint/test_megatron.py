@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.foreign_weights import PLANS, TOKENS, VOCABULARY, batch, train_from
 from helpers.long import but
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -27,11 +28,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-import colossus
-from colossus import layers
-from colossus.checkpoint import CheckpointError, full_state_dict, read_state_dict
+from colossus.checkpoint import CheckpointError, read_state_dict
 
-HIDDEN, HEADS, WIDE, VOCABULARY, PADDED, TOKENS, LAYERS, RANKS = 24, 4, 20, 31, 40, 7, 2, 2
+HIDDEN, HEADS, WIDE, PADDED, LAYERS, RANKS = 24, 4, 20, 40, 2, 2
 HEAD_DIM = 8  # kv_channels, not hidden / heads
 
 
@@ -248,37 +247,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(type="Llama", num_kv_heads=2, rotary_base=10000.0, tie_embeddings=False, **SIZES),
     "gpt": dict(type="GPT", mlp="gelu", positions="learned", norm="layernorm", tie_embeddings=True, **SIZES),
 }
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1d": (2, dict(tensor=2)),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "zero 3, pipeline": (4, dict(data=2, zero=3, pipeline=2)),
-}
-
-
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    return dict(inputs=ids[:, :-1], labels=ids[:, 1:])
-
-
-def trains(rank: int, kind: str, parallel: dict[str, Any], weights: str) -> tuple[Tensor | None, float, dict[str, Any]]:
-    """Return this rank's logits, the loss of a step and the gradients."""
-    engine = colossus.initialize(
-        dict(
-            parallel=parallel, model=MODELS[kind], optimizer=dict(type="SGD", lr=0.1), checkpoint=dict(weights=weights),
-            train=dict(global_batch_size=4, precision="fp64", clip_grad_norm=None), device="cpu",
-        )
-    )  # fmt: skip
-    assert engine.checkpoints.load_weights(weights).is_complete
-    logits = None
-    if parallel == dict(tensor=2):
-        with torch.no_grad():
-            logits = layers.to_whole(engine.model.eval()(batch()["inputs"]))
-        engine.model.train()
-    index, count = engine.context.index("data"), engine.context.size("data")
-    loss = engine.train_step({name: value.chunk(count)[index] for name, value in batch().items()}).loss
-    gradients = full_state_dict(engine.model, engine.context, gradients=True)
-    engine.close()
-    return logits, loss, gradients
 
 
 @pytest.mark.parametrize("plan", but(PLANS.keys() - {"1d"}, PLANS))
@@ -295,7 +263,7 @@ def test_a_folder_of_megatron_trains_on(kind: str, plan: str, folders: dict[str,
     values = by_group[:, -HEAD_DIM:].flatten(0, 1)
     world, parallel = PLANS[plan]
     for own_logits, own_loss, gradients in run_ranks(
-        world, trains, kind, parallel, str(folders[kind]), with_context=False
+        world, train_from, MODELS[kind], parallel, str(folders[kind]), with_context=False
     ):
         if own_logits is not None:
             assert (own_logits - logits).abs().max() < 1e-12

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.foreign_weights import TOKENS, VOCABULARY, batch, train_from
 from helpers.long import but
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-import colossus
-from colossus import layers
-from colossus.checkpoint import CheckpointError, full_state_dict, read_state_dict
+from colossus.checkpoint import CheckpointError, read_state_dict
 
-HIDDEN, HEADS, KV_HEADS, WIDE, VOCABULARY, TOKENS, LAYERS = 24, 4, 2, 20, 31, 7, 2
+HIDDEN, HEADS, KV_HEADS, WIDE, LAYERS = 24, 4, 2, 20, 2
 HEAD_DIM = HIDDEN // HEADS
 
 
@@ -93,11 +92,6 @@ def titan() -> Titan:
     return model
 
 
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    return dict(inputs=ids[:, :-1], labels=ids[:, 1:])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as torchtitan leaves it: with the optimizer, and without the number of heads."""
@@ -118,30 +112,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def trains(rank: int, parallel: dict[str, Any], weights: str) -> tuple[Tensor | None, float, dict[str, Tensor]]:
-    """Return this rank's logits, the loss of a step and the gradients."""
-    model = dict(
-        type="Llama", num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_len=TOKENS,
-        ffn_hidden_size=WIDE, vocab_size=VOCABULARY, rotary_base=500000.0, norm_eps=1e-5, tie_embeddings=False,
-    )  # fmt: skip
-    engine = colossus.initialize(
-        dict(
-            parallel=parallel, model=model, optimizer=dict(type="SGD", lr=0.1), checkpoint=dict(weights=weights),
-            train=dict(global_batch_size=4, precision="fp64", clip_grad_norm=None), device="cpu",
-        )
-    )  # fmt: skip
-    assert engine.checkpoints.load_weights(weights).is_complete
-    logits = None
-    if not parallel.keys() - {"tensor"} and parallel.get("tensor") in (None, 2):
-        with torch.no_grad():
-            logits = layers.to_whole(engine.model.eval()(batch()["inputs"]))
-        engine.model.train()
-    index, count = engine.context.index("data"), engine.context.size("data")
-    mine = {name: value.chunk(count)[index] for name, value in batch().items()}
-    loss = engine.train_step(mine).loss
-    gradients = full_state_dict(engine.model, engine.context, gradients=True)
-    engine.close()
-    return logits, loss, gradients
+MODEL = dict(
+    type="Llama", num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_len=TOKENS,
+    ffn_hidden_size=WIDE, vocab_size=VOCABULARY, rotary_base=500000.0, norm_eps=1e-5, tie_embeddings=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", but(PLANS.keys() - {"1d"}, PLANS))
@@ -153,7 +127,9 @@ def test_a_folder_of_torchtitan_trains_on(plan: str, folder: Path) -> None:
     loss.backward()
     queries = model.layers["0"].attention.wq.weight.grad.view(HEADS, HEAD_DIM // 2, 2, HIDDEN)
     world, parallel = PLANS[plan]
-    for own_logits, own_loss, gradients in run_ranks(world, trains, parallel, str(folder), with_context=False):
+    for own_logits, own_loss, gradients in run_ranks(
+        world, train_from, MODEL, parallel, str(folder), with_context=False
+    ):
         if own_logits is not None:
             assert (own_logits - logits).abs().max() < 1e-12
         assert abs(own_loss - loss.item()) < 1e-12

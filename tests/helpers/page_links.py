@@ -7,11 +7,17 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import torch
+from torch import nn
+
+import colossus
+from colossus import layers
 
 _DOCS = Path(__file__).parents[2] / "docs"
 
@@ -63,6 +69,29 @@ def calls_of_children(linked: list[tuple[str, str]], file: Path) -> Iterator[Non
         yield
     finally:
         sys.setprofile(None)
+
+
+def calls_of_a_step(
+    rank: int, linked: list[tuple[str, str]], act: Callable[[Any], object], **sections: Any
+) -> list[str]:
+    """Body of a rank of four: return the linked functions in the order in which ``act(engine)`` calls them first.
+
+    The engine has trained one step of a pair of linears, 1D over two ranks and two replicas; ``sections`` are others
+    of its config.
+    """
+    settings = dict(
+        parallel=dict(data=2, tensor=2), train=dict(global_batch_size=4, precision="fp32"), device="cpu", **sections
+    )
+
+    def pair() -> nn.Module:
+        return nn.Sequential(layers.Linear(6, 10, split="column"), nn.Tanh(), layers.Linear(10, 6, split="row"))
+
+    engine = colossus.initialize(settings, model=pair, loss_fn=lambda y, batch: (y.square().sum(), y.shape[0]))
+    engine.train_step(torch.ones(2, 6))
+    with order_of_calls(linked) as called:
+        act(engine)
+    engine.close()
+    return called
 
 
 def _code(name: str, file: str) -> CodeType:

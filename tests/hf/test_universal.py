@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.foreign_weights import PLANS, TOKENS, VOCABULARY, batch, train_from
 from helpers.long import but
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
-import colossus
-from colossus import layers
-from colossus.checkpoint import CheckpointError, full_state_dict, read_state_dict
+from colossus.checkpoint import CheckpointError, read_state_dict
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY, TOKENS, LAYERS = 24, 4, 2, 6, 20, 31, 7, 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, LAYERS = 24, 4, 2, 6, 20, 2
 
 
 class Llama(nn.Module):
@@ -117,41 +116,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write(root / kind, llama(), is_flat=kind == "flat") for kind in ("flat", "whole")}
 
 
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    return dict(inputs=ids[:, :-1], labels=ids[:, 1:])
-
-
-def trains(rank: int, parallel: dict[str, Any], folder: str) -> tuple[Tensor | None, float, dict[str, Tensor]]:
-    """Return this rank's logits, the loss of a step and the gradients."""
-    model = dict(
-        type="Llama", num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_len=TOKENS,
-        ffn_hidden_size=WIDE, vocab_size=VOCABULARY, rotary_base=10000.0, norm_eps=1e-5, tie_embeddings=False,
-    )  # fmt: skip
-    engine = colossus.initialize(
-        dict(
-            parallel=parallel, model=model, optimizer=dict(type="SGD", lr=0.1), device="cpu",
-            train=dict(global_batch_size=4, precision="fp64", clip_grad_norm=None),
-        )
-    )  # fmt: skip
-    assert engine.checkpoints.load_weights(folder).is_complete
-    logits = None
-    if parallel == dict(tensor=2):
-        with torch.no_grad():
-            logits = layers.to_whole(engine.model.eval()(batch()["inputs"]))
-        engine.model.train()
-    index, count = engine.context.index("data"), engine.context.size("data")
-    loss = engine.train_step({name: value.chunk(count)[index] for name, value in batch().items()}).loss
-    gradients = full_state_dict(engine.model, engine.context, gradients=True)
-    engine.close()
-    return logits, loss, gradients
-
-
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1d": (2, dict(tensor=2)),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
-    "zero 3, pipeline": (4, dict(data=2, zero=3, pipeline=2)),
-}
+MODEL = dict(
+    type="Llama", num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_len=TOKENS,
+    ffn_hidden_size=WIDE, vocab_size=VOCABULARY, rotary_base=10000.0, norm_eps=1e-5, tie_embeddings=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", but(PLANS.keys() - {"1d"}, PLANS))
@@ -162,7 +130,9 @@ def test_a_universal_checkpoint_trains_on(plan: str, folders: dict[str, Path]) -
     loss.backward()
     last = model.model.layers[-1]
     world, parallel = PLANS[plan]
-    for own_logits, own_loss, gradients in run_ranks(world, trains, parallel, str(folders["flat"]), with_context=False):
+    for own_logits, own_loss, gradients in run_ranks(
+        world, train_from, MODEL, parallel, str(folders["flat"]), with_context=False
+    ):
         if own_logits is not None:
             assert (own_logits - logits).abs().max() < 1e-12
         assert abs(own_loss - loss.item()) < 1e-12

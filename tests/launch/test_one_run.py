@@ -18,14 +18,21 @@ device = "cpu"
 """
 
 
+def _calls(linked: list[tuple[str, str]], words: list[str], folder: Path, **environment: str) -> tuple[list[str], str]:
+    """Return the linked functions that the processes of a launch call, and what it writes to stderr."""
+    with calls_of_children(linked, folder / "calls"):
+        launcher = start([*LAUNCH[:-1], *words, "--run-dir", "run"], folder, **environment)
+    code, _, err = finish(launcher)
+    assert code == 0, err
+    return (folder / "calls").read_text().split(), err
+
+
 def test_a_value_takes_the_way_that_the_page_tells(tmp_path: Path) -> None:
     """Up to `write_resolved` in the launcher, which builds the model on no device, too, and then in a rank."""
     (tmp_path / "own.py").write_text(VALUE)
-    with calls_of_children(OF_A_VALUE, tmp_path / "calls"):
-        launcher = start([*LAUNCH[:-1], "own.py", "--run-dir", "run"], tmp_path)
-    code, _, err = finish(launcher)
-    assert (code, err) == (0, "")
-    names, calls = [name for name, _ in OF_A_VALUE], (tmp_path / "calls").read_text().split()
+    calls, err = _calls(OF_A_VALUE, ["own.py"], tmp_path)
+    assert err == ""
+    names = [name for name, _ in OF_A_VALUE]
     started = calls.index("write_resolved") + 1
     assert [name for name in dict.fromkeys(calls[:started]) if name in names[:5]] == names[:5]
     assert calls[started] == names[0]
@@ -34,10 +41,8 @@ def test_a_value_takes_the_way_that_the_page_tells(tmp_path: Path) -> None:
 
 
 def test_a_failure_takes_the_way_that_the_page_tells(tmp_path: Path) -> None:
-    words = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run", "train.steps=3", "--max-restarts", "1"]
-    with calls_of_children(LINKS, tmp_path / "calls"):
-        launcher = start(words, tmp_path, TROUBLES="raise@2")
-    code, _, err = finish(launcher)
-    assert (code, err.count("restart 1 of 1")) == (0, 1), err
-    assert [*dict.fromkeys((tmp_path / "calls").read_text().split())] == [name for name, _ in LINKS]
+    words = [str(CONFIG), "train.steps=3", "--max-restarts", "1"]
+    calls, err = _calls(LINKS, words, tmp_path, TROUBLES="raise@2")
+    assert err.count("restart 1 of 1") == 1, err
+    assert [*dict.fromkeys(calls)] == [name for name, _ in LINKS]
     assert len({file for _, file in LINKS}) <= 6
