@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colossus.comm.peer_gone import PeerGone
 from colossus.comm.pending import Pending
-from colossus.comm.tensor_transport import Fill, Lengths, Take, Transport, taken
+from colossus.comm.tensor_transport import Fill, Lengths, Take, TensorTransport, taken
 from colossus.context.groups import AxisGroup
 from colossus.context.program import WHY, subject_name
 from colossus.error_place import located_error
@@ -35,7 +35,7 @@ DTYPES = [
 ]
 
 
-class Channel(Transport):
+class Channel(TensorTransport):
     """The mapped slots and the sockets of one group.
 
     Every rank has two slots and uses them in turn. At most one collective is open: starting the next one finishes it

@@ -1,6 +1,6 @@
 """Collectives over an `AxisGroup`, which are started and then waited for. No autograd here (see `conjugate`).
 
-Each is checked, counted and logged here, and runs on the `Transport` of its tensor and group.
+Each is checked, counted and logged here, and runs on the `TensorTransport` of its tensor and group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from colossus.comm.flat_buffer import split_as
 from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import channel_for
 from colossus.comm.step_regions import collective, timed
-from colossus.comm.tensor_transport import Alone, Functional, Gloo, Transport
+from colossus.comm.tensor_transport import Alone, Functional, Gloo, TensorTransport
 from colossus.comm.tree_sum import tree_sum
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
@@ -25,7 +25,7 @@ from colossus.error_place import located_error
 _BROADCAST_BYTES = 8 << 20
 
 
-def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Transport:
+def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> TensorTransport:
     """Return the way of a tensor between the ranks of a group, which must all call alike.
 
     CPU tensors between processes of one host go through shared memory, several times faster than gloo, and others
@@ -44,7 +44,7 @@ def transport_of(x: Tensor, group: AxisGroup, nbytes: float | None = None) -> Tr
         return Functional(group)
     if (channel := channel_for(x, group, nbytes)) is not None:
         return channel
-    return Gloo(group) if x.device.type == "cpu" and not group.is_fake else Transport(group)
+    return Gloo(group) if x.device.type == "cpu" and not group.is_fake else TensorTransport(group)
 
 
 @timed(collective("all_reduce"), starts=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending
-from colossus.comm.tensor_transport import Lengths, Transport
+from colossus.comm.tensor_transport import Lengths, TensorTransport
 from colossus.context.groups import AxisGroup
 
 
@@ -32,7 +32,7 @@ def wire_device(device: torch.device, group: AxisGroup) -> torch.device:
     return torch.device("cpu") if device.type != "cpu" and group.is_on_host else device
 
 
-class ThroughHost(Transport):
+class ThroughHost(TensorTransport):
     """The collectives of tensors of a device whose copies on the host travel.
 
     Args:
@@ -40,7 +40,7 @@ class ThroughHost(Transport):
         transport_of: returns the transport of a copy.
     """
 
-    def __init__(self, group: AxisGroup, transport_of: Callable[[Tensor], Transport]) -> None:
+    def __init__(self, group: AxisGroup, transport_of: Callable[[Tensor], TensorTransport]) -> None:
         super().__init__(group)
         self._transport_of = transport_of
 

@@ -29,8 +29,8 @@ R = TypeVar("R")
 Describe = Callable[..., tuple[str, str] | None]
 
 
-class Regions(Protocol):
-    """A profile: `colossus.monitor.timed_regions.Regions`."""
+class StepProfile(Protocol):
+    """A profile: `colossus.monitor.timed_regions.TimedRegions`."""
 
     def region(self, name: str, part: str) -> AbstractContextManager[None]: ...
 
@@ -38,14 +38,14 @@ class Regions(Protocol):
 
 
 #: the profile that runs in this process
-_current: Regions | None = None
+_current: StepProfile | None = None
 
 
 @contextmanager
-def profiled(regions: Regions) -> Iterator[None]:
+def profiled(profile: StepProfile) -> Iterator[None]:
     """Give all regions of a block to a profile."""
     global _current
-    before, _current = _current, regions
+    before, _current = _current, profile
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ class Lengths:
         return Lengths(self.received, self.sent, tuple(zip(*self.matrix, strict=True)))
 
 
-class Transport:
+class TensorTransport:
     """The collectives of c10d, in place. Every other transport has the same methods.
 
     Each starts a collective. Arguments and results are those of `colossus.comm.collectives`
@@ -123,7 +123,7 @@ class Transport:
         return self.reduce_scatter(x, 0).then(lambda row: taken(take, [row.view(-1)]))
 
 
-class Alone(Transport):
+class Alone(TensorTransport):
     """The tensors of a group of one rank, which go nowhere."""
 
     def _stay(self, x: Tensor, *args: Any) -> Pending:
@@ -132,7 +132,7 @@ class Alone(Transport):
     all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = exchange_rows = gather_rows = cast(Any, _stay)
 
 
-class Gloo(Transport):
+class Gloo(TensorTransport):
     """The collectives of c10d between processes without devices, with large tensors in messages."""
 
     def _gather(self, x: Tensor) -> Pending:
@@ -148,10 +148,10 @@ class Gloo(Transport):
         return self._exchange(chunks.flatten(0, 1)).then(lambda addends: addends.view(shape).sum(0))
 
 
-class Functional(Transport):
+class Functional(TensorTransport):
     """torch's functional collectives, out of place, for what traces or records tensor operations.
 
-    `broadcast`, `exchange_rows` and `gather_rows` are those of `Transport`, which write in place.
+    `broadcast`, `exchange_rows` and `gather_rows` are those of `TensorTransport`, which write in place.
 
     Selective activation checkpointing, say, would otherwise cache a value that is overwritten later, and gradients
     would be silently wrong.

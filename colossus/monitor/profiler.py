@@ -20,7 +20,7 @@ from colossus.comm.step_regions import profiled
 from colossus.config.training import Profile
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.monitor.timed_regions import Regions, in_order
+from colossus.monitor.timed_regions import TimedRegions, in_order
 
 FOLDER, SUMMARY = "profile", "summary.json"
 #: with more ranks the table has a row for each stage of the pipeline in place of each rank
@@ -49,7 +49,7 @@ class Profiler(Hook):
 
     def __init__(self, section: Profile) -> None:
         self._section = section
-        self._regions: Regions | None = None
+        self._regions: TimedRegions | None = None
         self._first = 0
         #: contexts that end with the profile, and with a step
         self._profile, self._step = ExitStack(), ExitStack()
@@ -66,7 +66,7 @@ class Profiler(Hook):
         if not first <= step <= last:
             return
         if self._regions is None:
-            self._regions = Regions(engine.device)
+            self._regions = TimedRegions(engine.device)
             self._profile.enter_context(profiled(self._regions))
             self._first = step
             self._start_together(engine)

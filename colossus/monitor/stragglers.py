@@ -22,7 +22,7 @@ from colossus.config.watches import StragglerSection
 from colossus.context.grid import RankGrid
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.monitor.timed_regions import Regions
+from colossus.monitor.timed_regions import TimedRegions
 
 log = logging.getLogger("colossus.monitor")
 
@@ -51,7 +51,7 @@ class Stragglers(Hook):
     def __init__(self, section: StragglerSection) -> None:
         self._section = section
         self._profile, self._step = ExitStack(), ExitStack()
-        self._regions: Regions | None = None
+        self._regions: TimedRegions | None = None
         self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
         self._first = 0
         self._hosts: dict[int, str] = {}
@@ -73,7 +73,7 @@ class Stragglers(Hook):
         profile = engine.config.train.profile
         is_profiled = profile is not None and profile.steps[0] <= step <= profile.steps[1]
         if step % self._every == 0 and is_warm and not is_profiled and dist.is_initialized():
-            self._regions = Regions(engine.device)
+            self._regions = TimedRegions(engine.device)
             self._profile.enter_context(profiled(self._regions))
             self._step.enter_context(self._regions.step(step))
 

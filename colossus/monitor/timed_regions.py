@@ -59,7 +59,7 @@ class DeviceClock:
         self._module.synchronize(self._device)
 
 
-class Regions:
+class TimedRegions:
     """The regions of this rank, in steps and between them.
 
     Regions of other threads do not count, except those of a backward, for which the main thread waits.

@@ -28,7 +28,7 @@ from colossus.config.training import Profile
 from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
 from colossus.monitor.profiler import Profiler, mean_parts, table
-from colossus.monitor.timed_regions import GATHERS, Regions
+from colossus.monitor.timed_regions import GATHERS, TimedRegions
 
 STEPS, PROFILED = 5, (3, 4)
 NUM_PROFILED = 2
@@ -276,7 +276,7 @@ class Clock:
 
 
 def test_each_second_belongs_to_the_innermost_region() -> None:
-    seconds = Regions(torch.device("cpu"))
+    seconds = TimedRegions(torch.device("cpu"))
     seconds._clock = Clock()  # type: ignore[assignment]
 
     def elsewhere() -> None:
