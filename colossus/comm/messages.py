@@ -73,7 +73,8 @@ class Messages:
     ) -> None:
         self._buffers, self._take, self._end, self._into_of = buffers, take, end, into_of
         self._max_bytes = max_bytes
-        self._payload: tuple[list[Tensor], Tensor | None] | None = None
+        #: the message whose payload comes: its head, its arrays, and the buffer that they lie in
+        self._coming: tuple[dict[str, Any], list[Tensor], Tensor | None] | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
         described = json.loads(head)
@@ -86,18 +87,18 @@ class Messages:
         if into is not None and (wanted := [(tensor.dtype, tensor.shape) for tensor in into]) != forms:
             raise WireError(f"tensors of {_in_words(forms)}, where the reader has {_in_words(wanted)} for them")
         if into is not None and all(tensor.is_contiguous() for tensor in into):
-            self._payload = list(into), None
+            self._coming = described, list(into), None
             return flat.memory_of(into)
         buffer = self._buffers.take(size)
-        self._payload = flat.views(buffer), buffer
+        self._coming = described, flat.views(buffer), buffer
         return [memoryview(buffer.numpy())]  # type: ignore[arg-type]
 
     def on_frame(self, head: bytes) -> None:
-        described = json.loads(head)
-        payload, self._payload = self._payload, None
-        if payload is None:  # the message has no payload
-            payload = FlatBuffer(_forms(described)).views(torch.empty(0, dtype=torch.uint8)), None
-        self._take(described, *payload)
+        message, self._coming = self._coming, None
+        if message is None:  # it has no payload
+            described = json.loads(head)
+            message = described, FlatBuffer(_forms(described)).views(torch.empty(0, dtype=torch.uint8)), None
+        self._take(*message)
 
     def on_end(self, reason: str | None) -> None:
         self._end(reason)
