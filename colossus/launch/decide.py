@@ -128,7 +128,7 @@ def _regroups(end: AttemptEnd) -> bool:
     if not any(node.regroups or node.leaves for node in end.nodes) or end.gone:
         return False
     staying = [end, *(node for node in end.others.values() if not node.leaves)]
-    if any(node.signum is not None or node.late_signum is not None for node in staying):
+    if any(node.is_stopped for node in staying):
         return False
     return stop_code(rank for rank in end.all_ranks if not rank.is_of_start_up) is not None
 
@@ -136,7 +136,7 @@ def _regroups(end: AttemptEnd) -> bool:
 def _is_stopped(end: AttemptEnd) -> bool:
     """Return whether a signal has asked for the end of the run, even if it failed while it ended."""
     is_stop = end.dead_server is None and not end.gone and stop_code(end.all_ranks) is not None
-    return is_stop or any(node.signum is not None or node.late_signum is not None for node in end.nodes)
+    return is_stop or any(node.is_stopped for node in end.nodes)
 
 
 def _exit_code(end: AttemptEnd) -> int:

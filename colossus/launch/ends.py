@@ -177,6 +177,11 @@ class NodeEnd:
     late_signum: int | None = None
 
     @property
+    def is_stopped(self) -> bool:
+        """Return whether its launcher has received a stop signal."""
+        return self.signum is not None or self.late_signum is not None
+
+    @property
     def is_good(self) -> bool:
         """Return whether all ranks came to the end of their program; a spare node has none."""
         if self.signum is not None or self.server is not None or self.regroups:

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossus.arithmetic import counted
 from colossus.config import Config
 from colossus.config.plans import strategy_options
 from colossus.launch.report import describe_death
@@ -37,7 +38,7 @@ def servers_of_nodes(number: int, nnodes: int) -> list[list[int]]:
 
 def describe_servers(number: int, nnodes: int) -> str:
     """Return a text on the servers: ``2 processes beside the workers, on 2 of 4 nodes``."""
-    processes = f"{number} process{'' if number == 1 else 'es'} beside the workers"
+    processes = f"{counted(number, 'process', 'es')} beside the workers"
     return processes if nnodes == 1 else f"{processes}, on {min(number, nnodes)} of {nnodes} nodes"
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     run_dir, resume, resolved, config, *overrides = arguments
     put_on_path()
-    is_restart = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    is_restart = attempt_log.this_attempt() > 0
 
     def load() -> Config:
         return read_resolved(Path(resolved), state_config(config, overrides), is_restart=is_restart)
