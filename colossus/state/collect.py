@@ -97,10 +97,12 @@ def collect(run: Run) -> tuple[list[Part], dict[str, Any]]:
         of_model = parts_of(run)
         parts = [*saved_buffers(buffers, rank, checksums, buffer_means(run))]
         is_averaged = has_own_parameters(run)
-        parts += (
-            averaged_parameters(run, of_model) if is_averaged else (part.at(f"model/{part.key}") for part in of_model)
-        )
-        parts += _per_parameter(run, of_model, hook_states, values)
+        of_replica = parts_of(run, replicas_differ=True) if is_averaged or has_own_state(run) else of_model
+        if is_averaged:
+            parts += averaged_parameters(run, of_model, of_replica)
+        else:
+            parts += (part.at(f"model/{part.key}") for part in of_model)
+        parts += _per_parameter(run, of_model, of_replica, hook_states, values)
         # the class and the group options of each pipeline stage's optimizer
         stage = f"optimizer_groups/{run.context.index('pipeline')}"
         of_optimizer = optimizer_values(run.optimizer, run.made_options)
@@ -110,18 +112,30 @@ def collect(run: Run) -> tuple[list[Part], dict[str, Any]]:
 
 
 def _per_parameter(
-    run: Run, parts: list[Part], hooks: Mapping[str, ParameterState], values: dict[str, Any]
+    run: Run,
+    parts: list[Part],
+    of_replica: list[Part],
+    hooks: Mapping[str, ParameterState],
+    values: dict[str, Any],
 ) -> Iterator[Part]:
-    """Yield the state that optimizer, strategy and hooks keep for each parameter; add plain ``values``."""
-    own = replica_prefix(run.context.index("data"))
+    """Yield the state that optimizer, strategy and hooks keep for each parameter; add plain ``values``.
+
+    Args:
+        run: the run.
+        parts: this rank's parts of the parameters, of which one of all replicas writes each.
+        of_replica: the same where each replica writes its own.
+        hooks: state of hooks.
+        values: encoded values of the checkpoint, by path.
+    """
+    own, are_own = replica_prefix(run.context.index("data")), has_own_parameters(run)
     sections = {
-        "optimizer": (run.strategy.optimizer_state(run.optimizer), has_own_parameters(run)),
+        "optimizer": (run.strategy.optimizer_state(run.optimizer), are_own),
         "strategy": (run.strategy.parameter_state(), has_own_state(run)),
-        **{f"{HOOK_STATE}/{name}": (params, has_own_parameters(run)) for name, params in hooks.items() if params},
+        **{f"{HOOK_STATE}/{name}": (params, are_own) for name, params in hooks.items() if params},
     }
     for section, (params, is_own) in sections.items():
-        where, by = (own + section, parts_of(run, replicas_differ=True)) if is_own else (section, parts)
+        where, by = (own + section, of_replica) if is_own else (section, parts)
         yield from state_parts(where, params, by, values)
     elsewhere = {id(run.store.stored(param)) for param in run.strategy.parts.counted_elsewhere}
-    where = (own if has_own_parameters(run) else "") + "optimizer"
+    where = (own if are_own else "") + "optimizer"
     yield from whole_state_parts(where, run.optimizer, elsewhere, values)

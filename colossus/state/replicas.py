@@ -18,7 +18,6 @@ from torch import Tensor
 from colossus.checkpoint.part import Part
 from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.data_parallel.strategy import Strategy
-from colossus.state.model_parts import parts_of
 from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
@@ -57,16 +56,21 @@ def replica_record(run: Run) -> dict[str, Any]:
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def averaged_parameters(run: Run, parts: list[Part]) -> Iterator[Part]:
+def averaged_parameters(run: Run, parts: list[Part], of_replica: list[Part]) -> Iterator[Part]:
     """Yield this rank's parts of the parameters where replicas have parameters of their own. Collective over data.
 
     Each rank yields the parts of its replica, and its share of the average, which ranks along data divide.
 
     Memory: of the average, the part that this rank writes.
+
+    Args:
+        run: the run.
+        parts: this rank's parts, of which one of all replicas writes each.
+        of_replica: the same where each replica writes its own.
     """
     trained, own_prefix = {id(param) for param in run.strategy.trained}, replica_prefix(run.context.index("data"))
     means = _means(run, {id(part.memory) for part in parts if part.writes})
-    for part, own in zip(parts, parts_of(run, replicas_differ=True), strict=True):
+    for part, own in zip(parts, of_replica, strict=True):
         key = f"model/{part.key}"
         if id(part.memory) not in trained:
             yield part.at(key)
