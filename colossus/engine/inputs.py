@@ -27,7 +27,8 @@ from colossus.data.batch import (
     slice_batch,
     split_microbatches,
 )
-from colossus.data.model_input import INPUTS, model_input, names_arguments, padding_values, sequence_length
+from colossus.data.model_input import INPUTS, model_input, names_arguments, sequence_length
+from colossus.data.padding import with_size
 from colossus.engine.consistency import fingerprint
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import leaves, tensors
@@ -268,18 +269,10 @@ def _has_tokens(x: Tensor, num_tokens: int) -> bool:
 def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     """Return a batch with this rank's tokens of every tensor whose dim 1 is as long as the sequence.
 
-    Padded sequences have 0 in inputs, and -100, which losses ignore, in other integers (labels).
+    Padded sequences have 0 in inputs, and -100, which losses ignore, in other integers (labels); see `with_size`.
     """
     num_tokens = sequence_length(batch)
-    missing = sequence.padded_length(num_tokens) - num_tokens if pad else 0
-    values = padding_values(batch)
-
-    def shard(x: Tensor) -> Tensor:
-        value = next(values)
-        if not _has_tokens(x, num_tokens):
-            return x
-        if missing:
-            x = torch.cat((x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)), dim=1)
-        return sequence.local_shard(x)
-
-    return map_batch(shard, batch)
+    are_split = iter([_has_tokens(x, num_tokens) for _, x in tensors(batch)])
+    if pad:
+        batch = with_size(batch, num_tokens, sequence.padded_length(num_tokens), 1)
+    return map_batch(lambda x: sequence.local_shard(x) if next(are_split) else x, batch)
