@@ -34,7 +34,7 @@ class Checkpoints:
         hooks: hooks whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, or None; by default that of the
             config.
-        is_restart, resume_until, skip_batches, rollback_time: a launcher's decision; see `Launched`.
+        is_restart, rollback: a launcher's decision; see `Launched`.
         resumed_from: the checkpoint that was loaded, or None.
         resumed_plan: the plan it was saved under, as text.
         is_same_run: whether that is a checkpoint in this run's folder of checkpoints.
@@ -51,9 +51,7 @@ class Checkpoints:
         self.resumer = Resumer(run, self._saver, lambda: self.on_progress())
         self._has_begun = self.is_restart = self.save_requested = False
         self.resume_from = self._config.resume
-        self.resume_until: int | None = None
-        self.skip_batches: int | None = 0
-        self.rollback_time = 0.0
+        self.rollback: tuple[int | None, int | None, float] = (None, 0, 0.0)
         self.resumed_from: Path | None = None
         self.resumed_plan, self.is_same_run = "", False
         self.weights_from: Path | None = None
@@ -62,7 +60,7 @@ class Checkpoints:
     def take_over(self, launched: Launched) -> None:
         """Resume as a launcher decides it."""
         self.resume_from, self.on_progress, self.is_restart = launched.resume, launched.on_progress, launched.is_restart
-        self.resume_until, self.skip_batches, self.rollback_time = launched.rollback
+        self.rollback = launched.rollback
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
@@ -172,14 +170,14 @@ class Checkpoints:
             _ = self.root  # raises now, and not at the first save, if there is none
         if self.resumed_from is not None:
             return None
-        resumed = self.resumer.resume_restarted(self.resume_until) if self.is_restart else None
+        resumed = self.resumer.resume_restarted(self.rollback[0]) if self.is_restart else None
         if resumed is None:
             resumed = self.resumer.resume(self.resume_from)
         self._record(resumed)
         if resumed is None:
             self.take_weights()
         if self.is_restart:
-            self.resumer.leave_branch(self.resume_until, self.skip_batches, self.rollback_time)
+            self.resumer.leave_branch(*self.rollback)
         return None if resumed is None else resumed.folder
 
     def _record(self, resumed: Resumed | None) -> None:

@@ -129,7 +129,7 @@ def go_on(root: Path, *order: Any, resume_from: str | None = None, steps: int = 
     engine = make_engine(root, every=2, steps=steps, background=False, data=1, **more)
     engine.checkpoints.is_restart, engine.checkpoints.resume_from = True, resume_from
     if order:
-        engine.checkpoints.resume_until, engine.checkpoints.skip_batches, engine.checkpoints.rollback_time = order
+        engine.checkpoints.rollback = order
     engine.checkpoints.resume()
     return engine
 
@@ -291,8 +291,7 @@ def test_a_loader_of_ones_own_is_refused(tmp_path: Path) -> None:
         engine = make_engine(tmp_path / "ckpt", every=2, data=1)
         assert engine.loaders is not None
         object.__setattr__(engine.loaders, "train", Own())
-        engine.checkpoints.is_restart, engine.checkpoints.resume_until = True, 2
-        engine.checkpoints.skip_batches, engine.checkpoints.rollback_time = None, 1.0
+        engine.checkpoints.is_restart, engine.checkpoints.rollback = True, (2, None, 1.0)
         with pytest.raises(ConfigError) as error:
             engine.checkpoints.resume()
         return str(error.value)
