@@ -87,8 +87,8 @@ class HarnessModel:
         scores: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self._batch_size):
             numbers = order[start : start + self._batch_size]
-            found = self._call(partial(scored, rows=[rows[number] for number in numbers]))
-            scores |= dict(zip(numbers, found, strict=True))
+            of_batch = self._call(partial(scored, rows=[rows[number] for number in numbers]))
+            scores |= dict(zip(numbers, of_batch, strict=True))
         return [scores[number] for number in range(len(rows))]
 
     def _continued(self, context: str, options: dict[str, Any]) -> str:

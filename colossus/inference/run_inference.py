@@ -33,13 +33,13 @@ from colossus.inference.config import (
 from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
 from colossus.launch.checks import check_data, check_devices, check_model
 from colossus.launch.command import worker_variables
+from colossus.launch.decide import DONE, FAILED, USAGE
 
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders
     from colossus.engine.results import EvalResult
     from colossus.inference.decoding import Decoding
 
-DONE, FAILED, USAGE = 0, 1, 2
 #: a smaller model gets one thread in one process: its operations are too short to split. The number is fixed, since the
 #: threads change the last bits of products, and text must not depend on the load of the machine
 _FEW_PARAMETERS = 20_000_000
@@ -72,6 +72,11 @@ def _exit_code(name: str, work: Callable[[], None]) -> int:
 def _say(line: str, code: int = DONE) -> int:
     print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
     return code
+
+
+def _use_one_thread() -> None:
+    """Let this process compute with one thread: ranks that are forked after work on more threads hang."""
+    importlib.import_module("torch").set_num_threads(1)
 
 
 def _title(source: WeightSource) -> str:
@@ -117,7 +122,7 @@ def generate(
             raise ConfigError(problems)
         check_devices(config, world_size(config.parallel))
         if world_size(config.parallel) > 1:
-            importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
+            _use_one_thread()
             check_model(config)
         _say(f"{_title(source)}: {describe(config)}")
         stop = encoder.stop if encoder is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
@@ -219,7 +224,7 @@ def evaluate(
         config = evaluation_config(source, overrides, config_file, nproc=nproc)
         if split == "train":
             config = training_data(config)
-        importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
+        _use_one_thread()
         check_devices(config, world_size(config.parallel))
         check_model(config)
         loaders = check_data(config)
@@ -266,7 +271,7 @@ def _task_results(
     config, tokenizer = generation_config(source, overrides, config_file), tokenizer_of(source, choice)
     check_devices(config, world_size(config.parallel))
     if world_size(config.parallel) > 1:
-        importlib.import_module("torch").set_num_threads(1)  # forked ranks hang after work on more threads
+        _use_one_thread()
     # torch is imported here
     from colossus.inference.harness import HarnessModel, evaluate_tasks
     from colossus.inference.model import load_model
