@@ -229,7 +229,9 @@ class Engine:
         torch.clear_autocast_cache()  # an autocast block around several steps would use casts of old weights
         step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
-            self._stages.infos = [replace(info, loss_scale=loss_scale) for info in batch.infos]
+            self._stages.infos = batch.infos
+            if loss_scale is not None:
+                self._stages.infos = [replace(info, loss_scale=loss_scale) for info in batch.infos]
             with self._parallel.batch(self._stages.infos[0]):  # each forward and backward sets its own
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:

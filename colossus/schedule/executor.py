@@ -111,10 +111,10 @@ class _State:
     """The intermediate results of a step."""
 
     batches: Sequence[Any]
-    #: of each microbatch
-    signatures: Sequence[Hashable]
     #: see `Executor.run`
     loss_scale: Tensor | None = None
+    #: of each microbatch, for messages to other stages; empty without a pipeline
+    signatures: Sequence[Hashable] = ()
     #: tensors of a stage's input, detached from the stage before, that get a gradient
     roots: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)
     #: a stage's output, until it is sent or a stage of the same rank takes it
@@ -176,9 +176,9 @@ class Executor:
         Raises:
             ValueError: a stage returns a value that cannot be passed to the next.
         """
-        state = _State(batches, [batch_signature(batch) for batch in batches], loss_scale)
-        if (transport := self.transport) is not None:
-            transport.step_id = step_id
+        transport, state = self.transport, _State(batches, loss_scale)
+        if transport is not None:
+            transport.step_id, state.signatures = step_id, [batch_signature(batch) for batch in batches]
         # stage -> index of the action that completes its gradients
         last_backwards = {action.stage: index for index, action in enumerate(actions) if action.kind in LAST_USE}
         early = _receives_after(actions) if transport is not None and transport.links.takes_early else {}
