@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.flat_buffer import split_as
 from colossus.comm.objects import all_gather_object
 from colossus.context.precision import LOW
 from colossus.layers.layer import Layer
@@ -146,11 +147,11 @@ class ForwardBuffers:
         new: dict[int, Tensor] = {}  # by id of the old tensor, so that a buffer of two modules stays one
         for pairs in by_dtype.values():
             common = self._common(torch.cat([x.reshape(-1) for _, x in pairs]))
-            for (buffer, x), part in zip(pairs, common.split([x.numel() for _, x in pairs]), strict=True):
+            for (buffer, x), part in zip(pairs, split_as(common, [x for _, x in pairs]), strict=True):
                 if buffer.path not in self._compared:  # only once, since comparing waits for the device
                     self._compared.add(buffer.path)
-                    differing += [] if torch.equal(x.reshape(-1), part) else [buffer.path]
-                buffer.put(new.setdefault(id(x), part.view(x.shape).clone()))
+                    differing += [] if torch.equal(x, part) else [buffer.path]
+                buffer.put(new.setdefault(id(x), part.clone()))
         if differing and self._logs:
             what = "averaged over them" if self._how == "average" else "taken from the first of them"
             log.warning(
