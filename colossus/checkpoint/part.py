@@ -76,7 +76,7 @@ class Part:
     @property
     def shape_by_row(self) -> tuple[int, ...]:
         """Full shape of a tensor with one number for each row of dim 0: [rows, 1, ..]."""
-        return (*self.shape[:1], *(1 for _ in self.shape[1:]))
+        return by_row(self.shape)
 
     @property
     def local(self) -> Tensor:
@@ -104,6 +104,11 @@ class Part:
         return Part(
             key, shape, box, (self.memory if memory is None else memory).detach(), writes, self.rows, names=names
         )
+
+
+def by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a tensor with one number for each row of a tensor of this shape: [rows, 1, ..]."""
+    return (*shape[:1], *(1 for _ in shape[1:]))
 
 
 def written(parts: Iterable[Part]) -> list[Part]:

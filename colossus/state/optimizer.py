@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.part import Part
+from colossus.checkpoint.part import Part, by_row
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import encode
@@ -184,7 +184,7 @@ def state_parts(section: str, state: ParameterState, parts: Iterable[Part], valu
                 )
             if not isinstance(value, Tensor):
                 plain[entry] = value
-            elif value.shape in (part.memory.shape, _by_row(part.memory)):
+            elif value.shape in (part.memory.shape, by_row(part.memory.shape)):
                 yield part.at(key, value)
             elif value.dim() and part.is_split:
                 raise _unknown_part(key, value.shape, part)
@@ -248,7 +248,7 @@ def read_state(
                 state_of_param[entry] = reader.tensor(key)
                 continue
             if entry not in state_of_param:
-                shape = _by_row(parameter) if is_by_row else parameter.shape
+                shape = by_row(parameter.shape) if is_by_row else parameter.shape
                 is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{part.key}"].dtype
                 dtype = parameter.dtype if is_as_parameter and not keeps_dtypes else DTYPES[saved.dtype]
                 current = (existing or {}).get(parameter, {}).get(entry)
@@ -258,8 +258,3 @@ def read_state(
             reader.read_box(key, target.box, target.local)
         state_of_param.update(values.get(f"{section}/{part.key}", {}))
     return {param: state_of_param for param, state_of_param in state.items() if state_of_param}
-
-
-def _by_row(parameter: Tensor) -> torch.Size:
-    """Return the shape of a tensor with one number for each row of a parameter."""
-    return torch.Size((*parameter.shape[:1], *(1 for _ in parameter.shape[1:])))
