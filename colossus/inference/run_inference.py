@@ -216,7 +216,8 @@ def evaluate(
             )
             if json:
                 print(json_module.dumps(results, indent=2, default=str))
-            for task, numbers in {} if json else results.items():
+                return
+            for task, numbers in results.items():
                 for key, value in numbers.items():
                     print(f"{task:<20} {key:<24} {f'{value:.6g}' if isinstance(value, float) else value}")
             return
