@@ -116,11 +116,8 @@ def make_engine(
     shared_memory.enable(config.comm.shared_memory)
     with ExitStack() as failing:  # the parts of an engine; later ones depend on earlier ones
         closing = failing.enter_context(ExitStack())
-        is_reproducible = config.train.reproducible is not None
-        closing.enter_context(
-            deterministic_algorithms(config.train.deterministic or is_reproducible)
-        )  # before CUDA starts
-        closing.enter_context(one_thread(is_reproducible))
+        closing.enter_context(deterministic_algorithms(config.train.is_deterministic))  # before CUDA starts
+        closing.enter_context(one_thread(config.train.reproducible is not None))
         device = pick_device(config.device, config.comm.backend)
         context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
         closing.callback(context.close)
