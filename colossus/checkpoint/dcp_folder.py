@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import ITEM_BYTES, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.megatron import megatron_places
-from colossus.checkpoint.stored_place import Place
+from colossus.checkpoint.stored_place import StoredPlace
 from colossus.checkpoint.torchtitan import torchtitan_places
 
 METADATA = ".metadata"
@@ -69,7 +69,7 @@ class DCPFolder(NamedTuple):
     """
 
     manifest: Manifest
-    places: dict[str, Place]
+    places: dict[str, StoredPlace]
     chunks: dict[str, list[tuple[Any, Any]]]
 
 
@@ -97,7 +97,7 @@ def read_dcp(folder: Path) -> DCPFolder:
     stored = {name: tensors[key] for key, name in names.items()}
     shapes = {name: tuple(tensor.size) for name, tensor in stored.items()}
     places = torchtitan_places(folder, shapes) or megatron_places(folder, shapes)
-    places = places or {name: Place(name, shape) for name, shape in shapes.items()}
+    places = places or {name: StoredPlace(name, shape) for name, shape in shapes.items()}
     read = {place.name for place in places.values()}
     by_place = {(index.fqn, tuple(index.offset or ())): info for index, info in located.items()}
     chunks: dict[str, list[tuple[Any, Any]]] = {}

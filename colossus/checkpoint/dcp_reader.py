@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.checkpoint.dcp_folder import read_dcp
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.stored_place import Place
+from colossus.checkpoint.stored_place import StoredPlace
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
 
@@ -53,7 +53,7 @@ class DCPReader(CheckpointReader):
         out.copy_(rows[[row - first for row in rows_there]])
         return None
 
-    def _read_stored(self, place: Place, box: Box, out: Tensor) -> None:
+    def _read_stored(self, place: StoredPlace, box: Box, out: Tensor) -> None:
         """Fill ``out`` with a box of a tensor as the folder has it, in the layer of the place."""
         if place.layer is not None:
             box, out = ((place.layer, place.layer + 1), *box), out.unsqueeze(0)

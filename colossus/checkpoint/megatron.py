@@ -21,7 +21,7 @@ from typing import Any
 
 from colossus.arithmetic import listed
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.stored_place import PARAMS, Place, ask_for_heads, read_params
+from colossus.checkpoint.stored_place import PARAMS, StoredPlace, ask_for_heads, read_params
 
 Shape = tuple[int, ...]
 
@@ -61,7 +61,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def megatron_places(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Place] | None:
+def megatron_places(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, StoredPlace] | None:
     """Return the places of our weights by our names, or None where a folder has another model.
 
     Args:
@@ -77,7 +77,7 @@ def megatron_places(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Plac
     if "embedding.word_embeddings.weight" not in plain or not any(map(_LAYER.fullmatch, plain)):
         return None
     params = _params(folder)
-    places: dict[str, Place] = {}
+    places: dict[str, StoredPlace] = {}
     unknown: list[str] = []
     for name, stored in plain.items():
         match = _LAYER.fullmatch(name)
@@ -86,7 +86,7 @@ def megatron_places(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Plac
             rows = params.get("vocab_size", stored[0]) if ours in _TABLES else stored[0]
             if not 0 < rows <= stored[0]:
                 raise CheckpointError(f"{folder / PARAMS}: vocab_size = {rows}: {name} has {stored[0]} rows")
-            places[ours] = Place(section + name, (rows, *stored[1:]))
+            places[ours] = StoredPlace(section + name, (rows, *stored[1:]))
             continue
         parts = dict(_parts(folder, match, plain, params["n_heads"])) if match is not None else {}
         if match is None or not parts:
@@ -96,7 +96,7 @@ def megatron_places(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Plac
         for layer in range(stored[0]) if is_stacked else (None,):
             for ours, (rows, order) in parts.items():
                 shape = (rows, *stored[2 if is_stacked else 1 :])
-                places[f"blocks.{match[1] if layer is None else layer}.{ours}"] = Place(
+                places[f"blocks.{match[1] if layer is None else layer}.{ours}"] = StoredPlace(
                     section + name, shape, layer, order
                 )
     if unknown:

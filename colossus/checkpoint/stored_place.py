@@ -15,7 +15,7 @@ PARAMS = "params.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """The place of a weight in a folder.
 
     Attributes:

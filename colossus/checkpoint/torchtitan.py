@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.stored_place import PARAMS, Place, ask_for_heads, read_params
+from colossus.checkpoint.stored_place import PARAMS, StoredPlace, ask_for_heads, read_params
 
 _NAMES = {
     r"tok_embeddings\.weight": "embedding.weight",
@@ -33,7 +33,7 @@ _NAMES = {
 _NO_WEIGHT = "freqs_cis"
 
 
-def torchtitan_places(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place] | None:
+def torchtitan_places(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredPlace] | None:
     """Return the places of our weights by our names, or None where a folder has another model.
 
     Args:
@@ -51,13 +51,13 @@ def torchtitan_places(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> di
     rows = shapes["layers.0.attention.wq.weight"][0]
     if heads < 1 or rows % (2 * heads):
         raise CheckpointError(f"{folder / PARAMS}: n_heads = {heads}: the weights have {rows} rows of queries")
-    places: dict[str, Place] = {}
+    places: dict[str, StoredPlace] = {}
     for name, shape in shapes.items():
         match = next(((match, ours) for theirs, ours in _NAMES.items() if (match := re.fullmatch(theirs, name))), None)
         if match is not None:
             is_paired = name.endswith((".wq.weight", ".wk.weight"))
             order = partial(row_there, head_rows=rows // heads) if is_paired else None
-            places[match[0].expand(match[1])] = Place(name, shape, row_there=order)
+            places[match[0].expand(match[1])] = StoredPlace(name, shape, row_there=order)
         elif name != _NO_WEIGHT:
             raise CheckpointError(f"{folder}: has torchtitan's names, and {name}, which its Llama has not")
     return places

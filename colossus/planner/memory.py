@@ -13,7 +13,7 @@ from colossus.config.plans import name_of
 from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
-from colossus.planner.memory_play import MemoryPlay, TiedGradients
+from colossus.planner.memory_play import MemoryPlay, TiedBytes
 from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
@@ -68,7 +68,7 @@ def memory_of(
     for rank in ranks:
         stored, stages = stored_bytes(facts, rank, profile.optimizer, exact=exact), rank.stages
         # a schedule that splits backward defers incomplete gradients, too
-        tied = TiedGradients() if stages.splits_backward else _tied_gradients(profile, stages)
+        tied = TiedBytes() if stages.splits_backward else _tied_gradients(profile, stages)
         play = MemoryPlay(
             profile.blocks, stages, rank.traffic, stored, tied,
             scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
@@ -77,13 +77,13 @@ def memory_of(
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 
-def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedGradients:
+def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedBytes:
     """Return the bytes of incomplete gradients of tied parameters that a rank's backward holds.
 
     From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran one
     backward through all blocks; a rank runs one through each of its stages.
     """
-    tied = TiedGradients()
+    tied = TiedBytes()
     for param in profile.facts.parameters:
         if len(param.blocks) == 1 or not param.kind.is_trainable:
             continue

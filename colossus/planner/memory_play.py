@@ -17,7 +17,7 @@ _MAX_REDUCTIONS = 2
 
 
 @dataclass(frozen=True)
-class TiedGradients:
+class TiedBytes:
     """Bytes of incomplete gradients of tied parameters, by block.
 
     Attributes:
@@ -55,7 +55,7 @@ class MemoryPlay:
         rank: RankStages,
         traffic: StepTraffic,
         stored: StoredBytes,
-        tied: TiedGradients,
+        tied: TiedBytes,
         *,
         scope: str,
         first_trained: int,
