@@ -134,14 +134,14 @@ class Mix(BatchedDataset):
         block, rest = divmod(count, BLOCK)
         source_of, _ = _block(self.seed, int(self._starts[part]), block, self._counts[part])
         in_block = np.bincount(source_of[:rest], minlength=len(self.sources))
-        taken: np.ndarray = self._before[part] + np.array(self._counts[part]) * block + in_block
-        return taken
+        counts: np.ndarray = self._before[part] + np.array(self._counts[part]) * block + in_block
+        return counts
 
     def taken(self, number: int) -> dict[str, int]:
         """Return the number of samples that each source has given before the sample ``number``."""
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        taken = self._taken_in(part, number - int(self._starts[part]))
-        return dict(zip(self.sources, taken.tolist(), strict=True))
+        counts = self._taken_in(part, number - int(self._starts[part]))
+        return dict(zip(self.sources, counts.tolist(), strict=True))
 
     def epochs(self, number: int) -> dict[str, float]:
         """Return how often each source was read through before the sample ``number``."""

@@ -92,7 +92,7 @@ def merged(parts: Iterable[tuple[str, Tensor]], own: Collection[str], lora: Any)
         last[name] = value
         if name in by_second:
             merged_name, names = by_second[name]
-            base, first, second = (last[each] for each in names)
+            base, first, second = (last[key] for key in names)
             yield merged_name, _merged(base, first, second, lora.scale)
             last.clear()
 
@@ -251,13 +251,13 @@ class LoRAReader(CheckpointReader):
         is_in_blocks = len(first) == rank * count and count > 1
         if len(first) != rank and not is_in_blocks:
             raise CheckpointError(f"{self.folder}: the adapter of {module} has rank {len(first)}, model.lora {rank}")
-        left = second.clone()
+        uncovered = second.clone()
         for number, (rows, names) in enumerate(adapted):
             columns = slice(number * rank, (number + 1) * rank) if is_in_blocks else slice(None)
             self._values[f"model/{names.first}"] = first[columns].contiguous()
             self._values[f"model/{names.second}"] = second[rows, columns].contiguous()
-            left[rows, columns] = 0
-        if left.any():
+            uncovered[rows, columns] = 0
+        if uncovered.any():
             raise CheckpointError(
                 f"{self.folder}: the adapter of {module} also changes rows that model.lora.targets does not name"
             )

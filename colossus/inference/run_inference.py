@@ -250,8 +250,8 @@ def evaluate(
             print(json_module.dumps({**about, "plan": describe(config), **finite}, indent=2))
             return
         for key, value in numbers.items():
-            shown = f"{value:,}" if isinstance(value, int) else f"{value:.1f}" if key == "seconds" else f"{value:.6g}"
-            print(f"{key.replace('_', ' '):<14} {shown}")
+            text = f"{value:,}" if isinstance(value, int) else f"{value:.1f}" if key == "seconds" else f"{value:.6g}"
+            print(f"{key.replace('_', ' '):<14} {text}")
 
     return _exit_code("evaluate", work)
 

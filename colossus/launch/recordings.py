@@ -119,5 +119,5 @@ def _line(
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks as text: ``rank 0``, ``ranks 0, 2, 3``, ``ranks 0, 1, 2, 3, 4, 5, .. 63``."""
-    shown = [*map(str, ranks)] if len(ranks) <= 8 else [*map(str, ranks[:6]), f".. {ranks[-1]}"]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+    numbers = [*map(str, ranks)] if len(ranks) <= 8 else [*map(str, ranks[:6]), f".. {ranks[-1]}"]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"

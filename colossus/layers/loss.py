@@ -218,15 +218,15 @@ def _is_among_highest(split: SplitLogits, labels: Tensor, k: int, ignore_index: 
     is_local = (labels >= layout.start) & (labels < layout.stop) & valid
     column = (labels - layout.start).masked_fill_(~is_local, 0).unsqueeze(-1)
     if columns.shape[-1]:
-        picked = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
+        label_logits = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
     else:  # this rank has only padding
-        picked = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
+        label_logits = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
     if layout.group is not None:
-        picked = collectives.all_reduce(picked, layout.group, owned=True).wait()
-    picked = picked.unsqueeze(-1)
+        label_logits = collectives.all_reduce(label_logits, layout.group, owned=True).wait()
+    label_logits = label_logits.unsqueeze(-1)
     index = torch.arange(layout.start, layout.stop, device=labels.device)
     # NaN counts as higher: a model that returns NaN is never right
-    above = ~(columns <= picked) | ((columns == picked) & (index < labels.unsqueeze(-1)))
+    above = ~(columns <= label_logits) | ((columns == label_logits) & (index < labels.unsqueeze(-1)))
     higher = above.sum(-1).double()
     if layout.group is not None:
         higher = collectives.all_reduce(higher, layout.group, owned=True).wait()

@@ -142,9 +142,9 @@ def _profile(
 def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
     """Return the names of parameters and buffers that only blocks that do not run use."""
     left_out = [block for run in runs for block in run.left_out]
-    shown = [block for block in blocks if not any(block is other for other in left_out)]
+    running = [block for block in blocks if not any(block is other for other in left_out)]
     unused, used = (
-        {name for block in group for name in (*block.parameters, *block.buffers)} for group in (left_out, shown)
+        {name for block in group for name in (*block.parameters, *block.buffers)} for group in (left_out, running)
     )
     return unused - used
 

@@ -51,8 +51,8 @@ class WaitingRequests:
 
     def retry(self) -> None:
         """Try to answer all requests, until no answer makes another one possible."""
-        while answered := [deferred for deferred in self._deferred if self._is_answered(deferred)]:
-            self._deferred = [deferred for deferred in self._deferred if deferred not in answered]
+        while answered_requests := [deferred for deferred in self._deferred if self._is_answered(deferred)]:
+            self._deferred = [deferred for deferred in self._deferred if deferred not in answered_requests]
 
     @staticmethod
     def _is_answered(deferred: _Deferred) -> bool:

@@ -82,8 +82,8 @@ def avoid(place: Place, ndim: int, dims: Any, does: str) -> Place:
 
 def without(place: Place, ndim: int, dims: Any) -> Place:
     """Return the place once other dims are gone."""
-    gone = {dim % ndim for dim in as_dims(dims) or ()}
-    return place.at(place.dim - sum(dim < place.dim for dim in gone))
+    removed_dims = {dim % ndim for dim in as_dims(dims) or ()}
+    return place.at(place.dim - sum(dim < place.dim for dim in removed_dims))
 
 
 #: roles of split dims: ``sequence`` is the tokens over sequence ranks, ``tokens`` those over tensor ranks

@@ -57,17 +57,19 @@ def why_not_saved(optimizer: Any) -> str | None:
     return None
 
 
-def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, Any]:
+def optimizer_values(optimizer: Any, initial_options: Sequence[GroupOptions]) -> dict[str, Any]:
     """Return what is saved of an optimizer beside the state of its parameters; empty if it has nothing to update.
 
     Args:
         optimizer: an optimizer.
-        made: the options of its groups when it was made.
+        initial_options: the options of its groups when it was made.
     """
     if problem := why_not_saved(optimizer):
         raise CheckpointError(problem)
     kind = kind_of(optimizer)
-    return {} if _is_empty(optimizer) else {"kind": kind, "made": list(made), "now": group_options(optimizer)}
+    return (
+        {} if _is_empty(optimizer) else {"kind": kind, "made": list(initial_options), "now": group_options(optimizer)}
+    )
 
 
 def kind_of(optimizer: Any) -> str:
@@ -116,7 +118,7 @@ def _in_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def options_to_go_on(
-    made: Sequence[GroupOptions], saved: SavedOptimizer | None, *, is_logged: bool
+    initial_options: Sequence[GroupOptions], saved: SavedOptimizer | None, *, is_logged: bool
 ) -> list[GroupOptions]:
     """Return the options with which a resumed run continues.
 
@@ -124,19 +126,19 @@ def options_to_go_on(
     lists the changes. Every other option has the value in the checkpoint, which a hook may have changed.
 
     Args:
-        made: the options of this run's optimizer when it was made.
+        initial_options: the options of this run's optimizer when it was made.
         saved: the optimizer in the checkpoint.
         is_logged: whether this rank logs the changes.
     """
-    if saved is None or len(made) != len(saved["made"]):
+    if saved is None or len(initial_options) != len(saved["made"]):
         if saved is not None and is_logged:
             log.warning(
                 "the optimizer of the checkpoint has %d groups of parameters, this run has %d: their options are those "
-                "of the config", len(saved["made"]), len(made),
+                "of the config", len(saved["made"]), len(initial_options),
             )  # fmt: skip
-        return list(made)
+        return list(initial_options)
     changed, options = [], []
-    for now, before, then in zip(made, saved["made"], saved["now"], strict=True):
+    for now, before, then in zip(initial_options, saved["made"], saved["now"], strict=True):
         differ = {key: value for key, value in now.items() if key in before and value != before[key]}
         changed += [f"{key} was {before[key]!r} and is {value!r}" for key, value in differ.items()]
         options.append({**now, **then, **differ})

@@ -207,13 +207,13 @@ def make_documents(source: Any, tokenizer: str | os.PathLike[str] | None = None)
 def make_encoder(source: Any, tokenizer: str | os.PathLike[str] | None = None) -> Encoder | TokenDocuments:
     """Return the encoder of a source, or the documents where they are token ids already; see `make_documents`."""
     is_named = isinstance(source, Mapping)
-    made = make_source(source, {"tokenizer": tokenizer}, "data.source") if is_named else source
-    if isinstance(made, RowSource):
-        made = Text(made, tokenizer=tokenizer)
-    if not isinstance(made, Encoder | TokenDocuments):
+    encoder = make_source(source, {"tokenizer": tokenizer}, "data.source") if is_named else source
+    if isinstance(encoder, RowSource):
+        encoder = Text(encoder, tokenizer=tokenizer)
+    if not isinstance(encoder, Encoder | TokenDocuments):
         raise ValueError(
-            f"source = {type(made).__name__} gives no documents; use dict(type=..) of {', '.join(DOCUMENTS.names())}"
+            f"source = {type(encoder).__name__} gives no documents; use dict(type=..) of {', '.join(DOCUMENTS.names())}"
         )
     if not (is_named and "tokenizer" in source):
-        require_same_tokens(dataset_tokenizer(tokenizer, "Packed"), made.tokenizer, "data.source")
-    return made
+        require_same_tokens(dataset_tokenizer(tokenizer, "Packed"), encoder.tokenizer, "data.source")
+    return encoder
