@@ -50,11 +50,11 @@ class Plain:
         self.model.begin(len(prompts), len(prompts[0]) + count)
         ids = self.model(torch.tensor(prompts)).argmax(-1)
         first = time.perf_counter()
-        made = [ids.tolist()]
+        turns = [ids.tolist()]
         for _ in range(count - 1):
             ids = self.model(ids.unsqueeze(1)).argmax(-1)
-            made.append(ids.tolist())
-        return Turn(first - began, time.perf_counter() - first, [list(row) for row in zip(*made, strict=True)])
+            turns.append(ids.tolist())
+        return Turn(first - began, time.perf_counter() - first, [list(row) for row in zip(*turns, strict=True)])
 
 
 class Ours:
@@ -96,9 +96,9 @@ def measure(folder: Path, options: Any, arguments: Any, batch: int) -> dict[str,
         "plain-apart": Plain(folder, options, fused=False),
         OURS: Ours(folder),
     }
-    made = {name: case.run(prompts, arguments.tokens).tokens for name, case in cases.items()}
-    for name, tokens in made.items():
-        if tokens != made["plain"]:
+    tokens_by_case = {name: case.run(prompts, arguments.tokens).tokens for name, case in cases.items()}
+    for name, tokens in tokens_by_case.items():
+        if tokens != tokens_by_case["plain"]:
             raise RuntimeError(f"{name} makes other tokens than plain: nothing can be compared")
     turns: dict[str, list[Turn]] = {name: [] for name in cases}
 
@@ -120,7 +120,7 @@ def measure(folder: Path, options: Any, arguments: Any, batch: int) -> dict[str,
         ("case", "prefill tokens/s", "decode tokens/s", f"time / {peer}"),
         rows,
     )
-    return {"batch": batch, "peer": peer, "seconds": series, "tokens_of_plain": made["plain"][0]}
+    return {"batch": batch, "peer": peer, "seconds": series, "tokens_of_plain": tokens_by_case["plain"][0]}
 
 
 def measure_ranks(folder: Path, group: RankGroup, arguments: Any, batch: int, wanted: list[int]) -> float:

@@ -208,9 +208,9 @@ def _command(words: list[str]) -> Iterator[str]:
         metavar = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
         name = ", ".join(action.option_strings)
         takes_value = action.nargs != 0 and metavar
-        shown = f"{name} {metavar}".strip() if takes_value else name or str(action.dest)
+        title = f"{name} {metavar}".strip() if takes_value else name or str(action.dest)
         meaning = _escaped((action.help or "") % {"default": action.default}).replace("\n", " ")
-        rows.append(f"| `{shown}` | {meaning} |")
+        rows.append(f"| `{title}` | {meaning} |")
     yield "\n".join(["| argument | |", "|---|---|", *rows])
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```"
@@ -222,10 +222,10 @@ class _Found(Exception):
 
 def _parser_of(words: list[str]) -> argparse.ArgumentParser:
     """The parser that a command makes, caught where it would print its help."""
-    found: list[argparse.ArgumentParser] = []
+    parsers: list[argparse.ArgumentParser] = []
 
     def print_help(parser: argparse.ArgumentParser, file: Any = None) -> None:
-        found.append(parser)
+        parsers.append(parser)
         raise _Found
 
     original, argparse.ArgumentParser.print_help = argparse.ArgumentParser.print_help, print_help  # type: ignore[assignment]
@@ -234,7 +234,7 @@ def _parser_of(words: list[str]) -> argparse.ArgumentParser:
             cli.main([*words, "--help"])
     finally:
         argparse.ArgumentParser.print_help = original  # type: ignore[method-assign]
-    return found[0]
+    return parsers[0]
 
 
 # -- API ------------------------------------------------------------------------------------------------------------

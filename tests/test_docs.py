@@ -127,7 +127,7 @@ def test_ratios_at_a_glance_are_those_of_the_pages_behind_them() -> None:
     ratios = re.findall(r"\d\.\d{3}(?: \[[\d., ]+\])?", glance)
     assert len(ratios) >= 8
     assert [ratio for ratio in ratios if ratio not in pages] == []
-    shown = re.search(r"\| time / torch's \| (.*) \|", (ROOT / "README.md").read_text())
-    assert shown is not None
-    for rounded, ratio in zip(shown[1].split(" | "), ratios[:4] + ratios[5:6], strict=True):
+    rounded_row = re.search(r"\| time / torch's \| (.*) \|", (ROOT / "README.md").read_text())
+    assert rounded_row is not None
+    for rounded, ratio in zip(rounded_row[1].split(" | "), ratios[:4] + ratios[5:6], strict=True):
         assert abs(float(rounded) - float(ratio[:5])) < 0.0051

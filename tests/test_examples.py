@@ -48,8 +48,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 REST = (("mlp", "2d"), ("mlp", "3d"), ("vit", "1d"), ("vit", "2.5d"))
 
 
-def close(found: Tensor, wanted: Tensor, what: str) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+def close(tensor: Tensor, wanted: Tensor, what: str) -> None:
+    torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
 
 
 # -- the examples ------------------------------------------------------------------------------------------
@@ -114,20 +114,20 @@ def reference(name: str) -> Trace:
     return trace
 
 
-def assert_follows(found: Trace, wanted: Trace) -> None:
+def assert_follows(trace: Trace, wanted: Trace) -> None:
     """What names the culprit comes first: the loss of the start, each gradient, then what follows from them."""
-    losses = list(zip(found.losses, wanted.losses, strict=True))
+    losses = list(zip(trace.losses, wanted.losses, strict=True))
     assert relative(*losses[0]) < 1e-10, f"loss of step 1: {losses[0]}"
-    assert_same(found.gradients[0], wanted.gradients[0], "gradient")
+    assert_same(trace.gradients[0], wanted.gradients[0], "gradient")
     for step, pair in enumerate(losses, 1):
         assert relative(*pair) < 1e-10, f"loss of step {step}: {pair}"
-    assert_same(found.end, wanted.end, "weight")
+    assert_same(trace.end, wanted.end, "weight")
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(tensors: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    assert tensors.keys() == wanted.keys()
     for name, value in wanted.items():
-        close(found[name], value, f"{what} of {name}")
+        close(tensors[name], value, f"{what} of {name}")
 
 
 @pytest.mark.rest("vit-2d", "mlp-2.5d", "vit-3d", "mlp-1d_sharded")
@@ -215,12 +215,12 @@ def test_patch_embedding_is_the_convolution(plan: str) -> None:
         wanted = conv(images).flatten(2).transpose(1, 2)
         (wanted * numbers(*wanted.shape, seed=case + 50)).sum().backward()
         for rank, cases in enumerate(results):
-            found = cases[case]
+            result = cases[case]
             where = f"case {case}, rank {rank}"
-            close(found["output"], shard_of_batch(wanted.detach(), *found["place"]), f"{where}, output")
-            close(found["gradient of images"], shard_of_batch(images.grad, *found["place"]), f"{where}, images")
-            assert found["gradients"].keys() == dict(conv.named_parameters()).keys()
-            for name, grad in found["gradients"].items():
+            close(result["output"], shard_of_batch(wanted.detach(), *result["place"]), f"{where}, output")
+            close(result["gradient of images"], shard_of_batch(images.grad, *result["place"]), f"{where}, images")
+            assert result["gradients"].keys() == dict(conv.named_parameters()).keys()
+            for name, grad in result["gradients"].items():
                 close(grad, getattr(conv, name).grad.view_as(grad), f"{where}, gradient of {name}")
 
 
@@ -228,10 +228,10 @@ def test_patch_embedding_starts_as_a_convolution_does() -> None:
     embed = layers.PatchEmbedding(3, 512, 4)
     conv = nn.Conv2d(3, 512, 4, stride=4)
     assert embed.weight.shape == conv.weight.flatten(1).shape
-    for found, wanted in ((embed.weight, conv.weight), (embed.bias, conv.bias)):
-        assert found.abs().max() <= 48**-0.5
-        assert found.abs().max().item() == pytest.approx(wanted.abs().max().item(), rel=0.02)
-        assert found.std().item() == pytest.approx(wanted.std().item(), rel=0.1)
+    for parameter, wanted in ((embed.weight, conv.weight), (embed.bias, conv.bias)):
+        assert parameter.abs().max() <= 48**-0.5
+        assert parameter.abs().max().item() == pytest.approx(wanted.abs().max().item(), rel=0.02)
+        assert parameter.std().item() == pytest.approx(wanted.std().item(), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,12 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
         trace.norms.append(result.grad_norm)
         trace.gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
     trace.end = full_state_dict(engine.model, engine.context)
-    held = dict(engine.model.named_parameters())
+    parameters = dict(engine.model.named_parameters())
     kept = {
-        "frozen": sorted(name for name, param in held.items() if not param.requires_grad and param.grad is not None),
-        "trained": sorted(name for name, param in held.items() if param.requires_grad),
+        "frozen": sorted(
+            name for name, param in parameters.items() if not param.requires_grad and param.grad is not None
+        ),
+        "trained": sorted(name for name, param in parameters.items() if param.requires_grad),
         "in the optimizer": [name for group in engine.optimizer.param_groups for name in group.get("param_names", [])],
     }
     engine.close()
@@ -80,12 +82,12 @@ def trunk_state(engine: Any) -> dict[str, Tensor]:
     shapes = {
         name.replace(".base.", "."): value for name, value in full_state_dict(engine.model, engine.context).items()
     }
-    found = {}
+    state = {}
     for number, (name, value) in enumerate(shapes.items()):
         if not example("finetune").is_adapter(name) and name != "head.weight":
             whole = tuple((0, size) for size in value.shape)
-            found[name] = torch.from_numpy(uniform_box(number, tuple(value.shape), whole) - 0.5)
-    return {**found, "head.weight": found["embedding.weight"]}
+            state[name] = torch.from_numpy(uniform_box(number, tuple(value.shape), whole) - 0.5)
+    return {**state, "head.weight": state["embedding.weight"]}
 
 
 @cache
@@ -143,14 +145,14 @@ def plain() -> Trace:
     return wanted
 
 
-def assert_follows(found: Trace, wanted: Trace, rename: Any = str) -> None:
-    for step, (mine, other) in enumerate(zip(found.losses + found.norms, wanted.losses + wanted.norms, strict=True)):
+def assert_follows(trace: Trace, wanted: Trace, rename: Any = str) -> None:
+    for step, (mine, other) in enumerate(zip(trace.losses + trace.norms, wanted.losses + wanted.norms, strict=True)):
         assert relative(mine, other) < 1e-10, f"loss or norm {step}: {mine}, {other}"
-    for mine, other in zip(found.gradients, wanted.gradients, strict=True):
+    for mine, other in zip(trace.gradients, wanted.gradients, strict=True):
         mine = {rename(name): value for name, value in mine.items()}
         assert_close_states({name: mine[name] for name in other}, other, "gradient", atol=1e-12)
         assert len(mine) == len(other)
-    end = {rename(name): value for name, value in found.end.items()}
+    end = {rename(name): value for name, value in trace.end.items()}
     assert_close_states(end, {name: wanted.end[name] for name in end}, "weight", atol=1e-10)
 
 

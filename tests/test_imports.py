@@ -152,7 +152,7 @@ def late_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def violations(package: Path) -> list[str]:
-    found = []
+    lines = []
     for file in sorted(package.rglob("*.py")):
         module, imported, _ = imports_of(file, package)
         for line, target in imported:
@@ -160,12 +160,12 @@ def violations(package: Path) -> list[str]:
                 continue
             why = wrong_arrow(room_of(module), room_of(target))
             if why:
-                found.append(f"{file.relative_to(package.parent)}:{line} imports {target}: {why}")
-    return found
+                lines.append(f"{file.relative_to(package.parent)}:{line} imports {target}: {why}")
+    return lines
 
 
 def test_no_arrow_runs_back() -> None:
-    assert not (found := violations(PACKAGE)), "\n".join(found)
+    assert not (lines := violations(PACKAGE)), "\n".join(lines)
 
 
 def test_no_circle_among_files() -> None:
@@ -203,20 +203,22 @@ def test_every_room_has_a_level() -> None:
 
 def test_only_heavy_things_are_imported_late() -> None:
     """A function-level import of our own rooms dodges a circle; commands may, as ``--help`` must be quick."""
-    found = []
+    problems = []
     for file in sorted(PACKAGE.rglob("*.py")):
         room = file.relative_to(PACKAGE).parts[0]
         if room in ("cli", "launch", "verify", "compare", "inference", "doctor", "__main__.py"):
             continue
         _, _, late = imports_of(file, PACKAGE)
-        found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] in ("colossus", "")]
+        problems += [
+            f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] in ("colossus", "")
+        ]
         if room in LEVELS:  # torch may be late in config, cli and launch only
-            found += [
+            problems += [
                 f"{room}/{file.name}:{line} {name}"
                 for line, name in late
                 if name.split(".")[0] == "torch" and name != "torch.utils.tensorboard"
             ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 def test_no_public_name_is_hidden_by_a_module() -> None:
@@ -263,9 +265,9 @@ def fake_package(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_checker_sees_a_planted_arrow(tmp_path: Path, name: str) -> None:
     text, expected = PLANTED[name]
-    found = violations(fake_package(tmp_path, {name: text}))
-    assert found
-    assert any(expected in line for line in found), found
+    lines = violations(fake_package(tmp_path, {name: text}))
+    assert lines
+    assert any(expected in line for line in lines), lines
 
 
 def test_the_checker_allows_what_is_allowed(tmp_path: Path) -> None:

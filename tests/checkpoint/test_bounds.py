@@ -83,12 +83,12 @@ def state_bytes(engine: Any) -> int:
 def saves(rank: int, parallel: dict[str, Any], folder: Path) -> dict[str, int]:
     engine = engine_of(parallel, folder)
     checkpoints = engine.checkpoints
-    told = dict(held=state_bytes(engine), synchronous=peak_over(lambda: checkpoints.save(background=False).wait()))
+    sizes = dict(state=state_bytes(engine), synchronous=peak_over(lambda: checkpoints.save(background=False).wait()))
     engine.run.completed_steps += 1
-    told["background"] = peak_over(lambda: checkpoints.save(background=True).wait())
-    told["copy"] = checkpoints._saver._disk._staging.num_bytes
+    sizes["background"] = peak_over(lambda: checkpoints.save(background=True).wait())
+    sizes["copy"] = checkpoints._saver._disk._staging.num_bytes
     engine.close()
-    return told
+    return sizes
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -127,11 +127,11 @@ def test_a_save_needs_a_block_or_its_own_copy(saved: Saved, plan: str) -> None:
     assert sum(entry.num_bytes for entry in manifest.tensors.values()) >= 2 * MODEL
     assert 2 * MODEL <= sum(sizes) <= 2 * MODEL + 65536 * world
     assert max(sizes) <= 1.05 * sum(sizes) / world
-    for told, written in zip(ranks, sizes, strict=True):
-        assert told["synchronous"] <= SLACK, told
+    for peaks, written in zip(ranks, sizes, strict=True):
+        assert peaks["synchronous"] <= SLACK, peaks
         # the copy is what this rank writes: rounded up for each tensor, without the header
-        assert written - 65536 <= told["copy"] <= written + 65536, (told, written)
-        assert told["background"] <= told["copy"] + SLACK, told
+        assert written - 65536 <= peaks["copy"] <= written + 65536, (peaks, written)
+        assert peaks["background"] <= peaks["copy"] + SLACK, peaks
 
 
 def loads(rank: int, parallel: dict[str, Any], path: Path) -> dict[str, int]:
@@ -148,12 +148,12 @@ def loads(rank: int, parallel: dict[str, Any], path: Path) -> dict[str, int]:
         peak = peak_over(lambda: engine.checkpoints.load(path))
     finally:
         os.preadv = system
-    told = dict(held=state_bytes(engine), read=read[0], peak=peak)
+    sizes = dict(state=state_bytes(engine), read=read[0], peak=peak)
     engine.close()
     engine = engine_of(parallel, path.parent, steps=0)
-    told["with momentum"] = peak_over(lambda: engine.checkpoints.load(path))
+    sizes["with momentum"] = peak_over(lambda: engine.checkpoints.load(path))
     engine.close()
-    return told
+    return sizes
 
 
 @pytest.mark.rest("zero-zero")
@@ -161,8 +161,8 @@ def loads(rank: int, parallel: dict[str, Any], path: Path) -> dict[str, int]:
 def test_a_load_reads_what_it_needs(saved: Saved, then: str, now: str) -> None:
     """Under the same plan each rank's own bytes. And no more memory than the state itself has."""
     folder, _ = saved(then)
-    for told in run_ranks(num_ranks(now), loads, PLANS[now], folder / name_of(1), with_context=False):
-        assert told["peak"] <= SLACK, told
-        assert told["with momentum"] <= told["held"] // 2 + SLACK, told
-        assert told["held"] <= told["read"]
-        assert then != now or told["read"] <= told["held"] + 65536, told
+    for sizes in run_ranks(num_ranks(now), loads, PLANS[now], folder / name_of(1), with_context=False):
+        assert sizes["peak"] <= SLACK, sizes
+        assert sizes["with momentum"] <= sizes["state"] // 2 + SLACK, sizes
+        assert sizes["state"] <= sizes["read"]
+        assert then != now or sizes["read"] <= sizes["state"] + 65536, sizes

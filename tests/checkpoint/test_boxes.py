@@ -51,8 +51,8 @@ def layouts(draw: st.DrawFn, num_dims: int, grid: RankGrid) -> Layout:
 def tensors(draw: st.DrawFn, *of: RankGrid) -> tuple[Shape, torch.dtype, int, list[Layout]]:
     """Shape, dtype, the pipeline stage that holds it (-1: all), and a layout under each grid."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    held = draw(st.sampled_from([0, 1, -1]))
-    return shape, draw(st.sampled_from(DTYPES)), held, [draw(layouts(len(shape), grid)) for grid in of]
+    stage = draw(st.sampled_from([0, 1, -1]))
+    return shape, draw(st.sampled_from(DTYPES)), stage, [draw(layouts(len(shape), grid)) for grid in of]
 
 
 @st.composite
@@ -66,8 +66,8 @@ def whole_tensor(number: int, shape: Shape, dtype: torch.dtype) -> Tensor:
     return (values % 2 == 0) if dtype == torch.bool else (values % 100).to(dtype)
 
 
-def stage_of(held: int, grid: RankGrid) -> int | None:
-    return None if held < 0 else held % grid.sizes["pipeline"]
+def stage_of(stage: int, grid: RankGrid) -> int | None:
+    return None if stage < 0 else stage % grid.sizes["pipeline"]
 
 
 def states(grid: RankGrid, drawn: list[Any], which: int) -> list[list[Part]]:
@@ -76,12 +76,12 @@ def states(grid: RankGrid, drawn: list[Any], which: int) -> list[list[Part]]:
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
         parts = []
-        mine = [each for each in enumerate(drawn) if stage_of(each[1][2], grid) in (None, at["pipeline"])]
+        mine = [entry for entry in enumerate(drawn) if stage_of(entry[1][2], grid) in (None, at["pipeline"])]
         writers = choose_writers(
             [(layout[which], shape, dtype.itemsize) for _, (shape, dtype, _, layout) in mine], grid.sizes, at
         )
-        for (number, (shape, dtype, held, layout)), is_writer in zip(mine, writers, strict=True):
-            stage = stage_of(held, grid)
+        for (number, (shape, dtype, home, layout)), is_writer in zip(mine, writers, strict=True):
+            stage = stage_of(home, grid)
             is_here = stage is not None or at["pipeline"] == 0
             box = layout[which].box(shape, grid.sizes, at)
             local = whole_tensor(number, shape, dtype)[tuple(slice(*span) for span in box)]
@@ -99,7 +99,7 @@ def write(folder: Path, of_ranks: list[list[Part]]) -> None:
         part: dict[str, Any] = {"values": {}, "aliases": {}, "file": None, "tensors": []}
         if mine:
             path = folder / f"rank-{rank:05d}.safetensors"
-            part |= write_parts(path, mine, [held.local for held in mine])
+            part |= write_parts(path, mine, [piece.local for piece in mine])
         parts.append(part)
     (folder / MANIFEST).write_bytes(merge(parts, About(0)).to_bytes())
 
@@ -114,14 +114,14 @@ def test_every_element_is_written_once_and_read_anywhere(
 ) -> None:
     """Whatever the block that is read at a time, the gap that is passed over, and the buffers on the way to a device
     (None: the targets are on the host)."""
-    saved, loaded, held = drawn
-    of_ranks = states(saved, held, 0)
-    for number, (shape, _, _, _) in enumerate(held):
+    saved, loaded, specs = drawn
+    of_ranks = states(saved, specs, 0)
+    for number, (shape, _, _, _) in enumerate(specs):
         count = torch.zeros(shape, dtype=torch.int64)
         for state in of_ranks:
-            for each in written(state):
-                if each.key == f"model/{number}":
-                    count[tuple(slice(*span) for span in each.box)] += 1
+            for part in written(state):
+                if part.key == f"model/{number}":
+                    count[tuple(slice(*span) for span in part.box)] += 1
         assert (count == 1).all(), f"tensor {number}, {saved}"
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     write(folder, of_ranks)
@@ -136,14 +136,14 @@ def test_every_element_is_written_once_and_read_anywhere(
     with small, CheckpointReader(folder) as reader:
         reader.verify()
         assert reader.manifest.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        for state in states(loaded, held, 1):
-            for each in state:
-                wanted = each.local
+        for state in states(loaded, specs, 1):
+            for part in state:
+                wanted = part.local
                 # into memory that is not contiguous, and of another dtype, too
                 for out in (torch.empty_like(wanted), torch.empty((*wanted.shape, 2), dtype=wanted.dtype)[..., 0]):
-                    reader.read_box(each.key, each.box, out)
-                    assert torch.equal(out, wanted), f"{each.key} {each.box}"
+                    reader.read_box(part.key, part.box, out)
+                    assert torch.equal(out, wanted), f"{part.key} {part.box}"
                 wider = torch.complex128 if wanted.is_complex() else torch.float64
                 out = torch.empty(wanted.shape, dtype=wider)
-                reader.read_box(each.key, each.box, out)
+                reader.read_box(part.key, part.box, out)
                 assert torch.equal(out, wanted.to(wider))

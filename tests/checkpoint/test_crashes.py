@@ -62,11 +62,11 @@ def test_a_process_may_die_before_any_call(in_memory: Path, apart: int) -> None:
             assert code in (0, DIED, DIED_WRITING)
             assert latest_step(root) >= completed, f"killed before call {number}"
             run(root, (4,), lambda step: None)
-            left = sorted(os.listdir(root))
+            names = sorted(os.listdir(root))
             assert latest_step(root) == 4
-            assert left[0] == "latest"
-            assert all(step_in(root / name) for name in left[1:])
-            assert len(left) - 1 <= KEEP_LAST, left
+            assert names[0] == "latest"
+            assert all(step_in(root / name) for name in names[1:])
+            assert len(names) - 1 <= KEEP_LAST, names
             shutil.rmtree(root.parent)
             if code != DIED_WRITING:
                 break
@@ -90,14 +90,14 @@ class PowerLosses:
             self.disk.after_power_loss(into, self.drawn, keep)
             self.num_states += 1
             try:
-                found = latest_step(into / "checkpoints")
+                step = latest_step(into / "checkpoints")
                 for path in (into / "checkpoints").glob("step-????????"):
                     step_in(path)  # whatever has a name is whole
             except ValueError as error:
-                found = -1
+                step = -1
                 self.lost.append(str(error))
-            if found < self.completed:
-                self.lost.append(f"after call {self.disk.num_calls}: step {found}, completed was {self.completed}")
+            if step < self.completed:
+                self.lost.append(f"after call {self.disk.num_calls}: step {step}, completed was {self.completed}")
             shutil.rmtree(into)
 
     def run(self) -> None:

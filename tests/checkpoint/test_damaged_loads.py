@@ -57,15 +57,15 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
         engine.checkpoints.after_step()
     engine.train_step(next(batches))
     before = everything(engine)
-    told = []
+    outcomes = []
 
     def attempt(name: str, path: Path, of: Engine = engine) -> None:
         unchanged = everything(of)
         try:
             of.checkpoints.load(path)
-            told.append((name, "was loaded", False))
+            outcomes.append((name, "was loaded", False))
         except CheckpointError as error:
-            told.append((name, str(error), everything(of) == unchanged and of.checkpoints.resumed_from is None))
+            outcomes.append((name, str(error), everything(of) == unchanged and of.checkpoints.resumed_from is None))
 
     for damage in [*_damages(), *VALUES]:
         path = root.parent / "damaged"
@@ -87,12 +87,12 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
     with watched(unreadable, ("open",)):
         attempt("unreadable", root / "step-00000002")
     if rank == 1:  # a node that does not have the folder
-        checkpoint_store.open_weights = lambda found, *_: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
+        checkpoint_store.open_weights = lambda folder, *_: CheckpointReader(folder.with_name("step-00000007"))  # type: ignore
     attempt("not seen", root / "step-00000002")
     checkpoint_store.open_weights = open_weights  # type: ignore[attr-defined]
     engine.checkpoints.finish()
     attempt("another model", root / "step-00000002", make_engine(None, model=dict(type=Net, width=4, name="third")))
-    return told
+    return outcomes
 
 
 def test_a_load_that_fails_changes_nothing(in_memory: Path) -> None:
@@ -126,16 +126,16 @@ def _resumes(rank: int, root: Path, pristine: Path) -> list[Any]:
         if rank == 0:
             shutil.rmtree(root)
             shutil.copytree(pristine, root)
-            next(each for each in DAMAGES if each.name == damage).do(root / "step-00000003")
+            next(entry for entry in DAMAGES if entry.name == damage).do(root / "step-00000003")
             if damage == "data flipped":  # and the one before in another way
                 truncate(root / "step-00000002" / "rank-00000.safetensors", 1)
         dist.barrier()
         lines.lines.clear()
         engine.checkpoints.resumed_from = None
-        found = engine.checkpoints.resume()
-        assert found is not None
+        resumed = engine.checkpoints.resume()
+        assert resumed is not None
         step = engine.completed_steps
-        answers.append((damage, found.name, step, everything(engine)[1:3] == states[step], list(lines.lines)))
+        answers.append((damage, resumed.name, step, everything(engine)[1:3] == states[step], list(lines.lines)))
     return answers
 
 
@@ -149,10 +149,10 @@ def test_resume_takes_the_newest_that_is_whole(in_memory: Path) -> None:
         ("manifest cut", "step-00000002", 2, True),
     ]
     patterns = {damage.name: damage.said for damage in DAMAGES}
-    for name, found, _, _, lines in here:
+    for name, resumed, _, _, lines in here:
         assert re.search(patterns[name], lines[0]), lines
         assert lines[0].startswith("WARNING")
-        assert f"WARNING {root / 'step-00000003'} is damaged: taking {root / found} instead" in lines, lines
+        assert f"WARNING {root / 'step-00000003'} is damaged: taking {root / resumed} instead" in lines, lines
     assert all(not lines for *_, lines in there)
 
 
@@ -198,6 +198,6 @@ def test_other_formats_are_refused_in_words(in_memory: Path) -> None:
     folder.mkdir()
     (folder / ".metadata").write_bytes(PICKLE)
     engine, refused = make_engine(None, data=1), r"is neither a checkpoint of colossus .*load_full_st"
-    for path, said in ((file, refused), (folder, refused), (in_memory / "absent", "there is no such folder")):
-        with pytest.raises(CheckpointError, match=f"^{path}.*{said}"):
+    for path, message in ((file, refused), (folder, refused), (in_memory / "absent", "there is no such folder")):
+        with pytest.raises(CheckpointError, match=f"^{path}.*{message}"):
             engine.checkpoints.load(path)

@@ -41,15 +41,15 @@ def _of_saves(lines: Lines) -> list[str]:
 def _fit(rank: int, root: Path, full: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
     lines, hook = Lines(), _Full(rank, *full)
     engine = make_engine(root, every=1, keep_last=2, **options)
-    said = ""
+    message = ""
     with watched(hook.before, ("open",)):
         try:
             fit(engine, [hook, Counter()])
         except CheckpointError as error:
-            said = str(error)
+            message = str(error)
     steps = engine.completed_steps
     engine.close()
-    return [steps, hook.saved, said, _of_saves(lines)]
+    return [steps, hook.saved, message, _of_saves(lines)]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -60,8 +60,8 @@ def test_a_run_goes_on_when_a_save_fails(in_memory: Path, background: bool) -> N
     root = in_memory / "checkpoints"
     here, there = run_ranks(2, _fit, root, (3, 4), dict(background=background), with_context=False)
     assert here[:3] == there[:3]
-    steps, saved, said, lines = here
-    assert (steps, said) == (6, "")
+    steps, saved, message, lines = here
+    assert (steps, message) == (6, "")
     assert there[3] == []
     assert saved == [1, 2, 5, 6]
     assert len(lines) == 2
@@ -112,6 +112,6 @@ def _ends_early(rank: int, root: Path, how: str) -> list[Any]:
 def test_a_save_under_way_is_not_lost(in_memory: Path, how: str) -> None:
     root = in_memory / "checkpoints"
     assert run_ranks(2, _ends_early, root, how, with_context=False) == [[], []]
-    found = folder.find_latest(root)
-    assert found is not None
-    assert found.name == "step-00000002"
+    latest = folder.find_latest(root)
+    assert latest is not None
+    assert latest.name == "step-00000002"

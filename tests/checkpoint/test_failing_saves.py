@@ -65,8 +65,8 @@ def test_any_call_may_fail(in_memory: Path, code: int) -> None:
         assert latest_step(root) == 3, f"call {number}"
         assert all(step_in(root / name) for name in contents(root) if name.startswith("step-") and "." not in name)
         save(saves, 4)
-        left = contents(root)
-        assert left == ["latest", "step-00000003", "step-00000004"], f"call {number}: {left}"
+        names = contents(root)
+        assert names == ["latest", "step-00000003", "step-00000004"], f"call {number}: {names}"
         saves.finish()
         shutil.rmtree(root)
         if number > 60:
@@ -78,14 +78,14 @@ def test_any_call_may_fail(in_memory: Path, code: int) -> None:
 
 
 def _trouble(context: ParallelContext, root: Path) -> list[str]:
-    saves, told = DiskStore(root, context), []
+    saves, messages = DiskStore(root, context), []
     rank, world = context.rank, context.world_size
 
     def attempt(step: int, collect: Collect, background: bool) -> None:
         try:
             saves.put(collect, About(step), background=background).wait()
         except CheckpointError as error:
-            told.append(str(error).partition(": rank ")[2])
+            messages.append(str(error).partition(": rank ")[2])
 
     def raise_error() -> Any:
         raise KeyError("no state today")
@@ -104,7 +104,7 @@ def _trouble(context: ParallelContext, root: Path) -> list[str]:
     attempt(4, lambda: other, False)
 
     attempt(5, lambda: state_of(5, rank, world), True)
-    return told
+    return messages
 
 
 def _no_memory(*args: Any) -> Any:

@@ -56,10 +56,10 @@ def read(context: ParallelContext, tmp_path: Path, later_than: int = -1, until: 
     """The step that is found and the whole tensor that the rank reads of it, or None."""
     memory = MemoryStore(root_of(tmp_path, context.rank), context)
     reader = memory.get(later_than, until)
-    found = None if reader is None else (reader.manifest.step, reader.tensor("model/w").tolist())
+    content = None if reader is None else (reader.manifest.step, reader.tensor("model/w").tolist())
     dist.barrier()
     memory.close()
-    return found
+    return content
 
 
 def save_on_ranks(tmp_path: Path, *steps: int, copies: int = 1) -> None:
@@ -69,7 +69,7 @@ def save_on_ranks(tmp_path: Path, *steps: int, copies: int = 1) -> None:
 def read_on_ranks(tmp_path: Path, *limits: Any) -> Any:
     """What all ranks have found, which must be the same."""
     first, *others = run_ranks(4, read, tmp_path, *limits, plan=grid(data=4))
-    assert all(each == first for each in others)
+    assert all(content == first for content in others)
     return first
 
 
@@ -81,8 +81,8 @@ def test_each_host_keeps_two_generations_of_its_own_ranks(tmp_path: Path) -> Non
     save_on_ranks(tmp_path, 3, 4, 5)
     for host in range(2):
         own = [f"rank-{rank:05d}.safetensors" for rank in (2 * host, 2 * host + 1)]
-        kept = [f"step-{step:08d}/{name}" for step in (4, 5) for name in ["manifest.json", *own]]
-        assert files(tmp_path, host) == kept
+        names = [f"step-{step:08d}/{name}" for step in (4, 5) for name in ["manifest.json", *own]]
+        assert files(tmp_path, host) == names
     assert read_on_ranks(tmp_path) == (5, values(5).tolist())
     assert read_on_ranks(tmp_path, -1, 4) == (4, values(4).tolist())
     assert read_on_ranks(tmp_path, 5) is None
@@ -190,8 +190,8 @@ def test_a_rank_makes_room_for_what_it_writes_and_waits_for_no_other(tmp_path: P
             memory._prepare(tmp_path / "step-3.tmp")
 
     run_ranks(2, prepare, plan=grid(data=2))
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
-    assert left == [f"{name_of(1)}/{file_of(0)}", f"{name_of(2)}/{file_of(0)}", f"{name_of(2)}/{file_of(1)}"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert names == [f"{name_of(1)}/{file_of(0)}", f"{name_of(2)}/{file_of(0)}", f"{name_of(2)}/{file_of(1)}"]
 
 
 def test_a_save_that_fails_on_one_rank_leaves_nothing_and_the_one_before(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def test_runs_are_killed_and_resumed(in_memory: Path) -> None:
             time.sleep(drawn.uniform(0.0, 0.02))
             run.kill(number % WORLD)
             time.sleep(drawn.choice([0.0, 0.003, 0.03]))
-        found = folder.find_latest(root)
-        assert found is not None
-        with CheckpointReader(found) as reader:
+        latest = folder.find_latest(root)
+        assert latest is not None
+        with CheckpointReader(latest) as reader:
             reader.verify()
         step = reader.manifest.step
         assert step >= max(run.noted()), f"kill {number}"

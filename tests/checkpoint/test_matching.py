@@ -51,36 +51,36 @@ def test_renames_that_cannot_be_meant(rename: Any, message: str) -> None:
 def test_the_same_model_is_asked_for_everything() -> None:
     model = dict(a=(2, 3), b=(4,), c=(1,))
     assert match_exactly(model, {"a": (2, 3), "b": (4,), "c": (1,)}).is_complete
-    found = match_exactly(model, {"a": (3, 3), "b": (4,), "d": (1,)})
-    assert dict(found.sources) == {"b": "b"}
-    assert str(found) == "1 missing there: c; 1 not in this model: d; 1 of another shape: a (3, 3) there, (2, 3) here"
+    matched = match_exactly(model, {"a": (3, 3), "b": (4,), "d": (1,)})
+    assert dict(matched.sources) == {"b": "b"}
+    assert str(matched) == "1 missing there: c; 1 not in this model: d; 1 of another shape: a (3, 3) there, (2, 3) here"
 
 
 def test_tables_have_other_rows_where_that_is_said() -> None:
     model, saved = dict(table=(7, 3), other=(5, 3)), {"table": (5, 3), "other": (4, 3)}
-    found = match(model, saved, {}, grow=["table"])
-    assert dict(found.sources) == {"table": "table"}
-    assert dict(found.resized) == {"table": (5, 7)}
-    assert dict(found.other_shape) == {"other": ((4, 3), (5, 3))}
+    matched = match(model, saved, {}, grow=["table"])
+    assert dict(matched.sources) == {"table": "table"}
+    assert dict(matched.resized) == {"table": (5, 7)}
+    assert dict(matched.other_shape) == {"other": ((4, 3), (5, 3))}
     assert dict(match(dict(table=(4, 3)), saved, {}, shorten=["table"]).resized) == {"table": (5, 4)}
     for there, here in (((7, 3), (5, 3)), ((5, 3), (7, 4)), ((5,), (7, 1))):
         model = {"table": here, "a": (1,)}
-        found = match(model, {"table": there, "a": (1,)}, {}, grow=["table"])
-        assert dict(found.other_shape) == {"table": (there, here)}
+        matched = match(model, {"table": there, "a": (1,)}, {}, grow=["table"])
+        assert dict(matched.other_shape) == {"table": (there, here)}
 
 
 def test_ties_on_either_side() -> None:
     tied: Any = ({"embedding": (5, 3)}, {"embedding": ("embedding", "head")})
     apart: Any = dict(embedding=(5, 3), head=(5, 3))
     # tied there, apart here; and one name there, another of it here
-    found = match(apart, {"embedding": (5, 3)}, {"head": "embedding"})
-    assert dict(found.sources) == {"embedding": "embedding", "head": "embedding"}
+    matched = match(apart, {"embedding": (5, 3)}, {"head": "embedding"})
+    assert dict(matched.sources) == {"embedding": "embedding", "head": "embedding"}
     assert dict(match_weights(*tied, {"head": (5, 3)}, {}).sources) == {"embedding": "head"}
     assert dict(match_weights(*tied, {"head": (5, 3)}, {}, only=["head"]).sources) == {"embedding": "head"}
     # apart there, tied here: which one is meant must be said
     saved = {"embedding": (5, 3), "head": (5, 3)}
     with pytest.raises(CheckpointError, match=r"embedding and head of the checkpoint both go to embedding "):
         match_weights(*tied, saved, {})
-    found = match_weights(*tied, saved, {}, rename={"embedding": None})
-    assert dict(found.sources) == {"embedding": "head"}
-    assert found.is_complete
+    matched = match_weights(*tied, saved, {}, rename={"embedding": None})
+    assert dict(matched.sources) == {"embedding": "head"}
+    assert matched.is_complete

@@ -216,8 +216,10 @@ def write(folder: Path, state: dict[str, Any], **arguments: Any) -> Path:
         ours.all_local_plans = [SavePlan(Stacked([torch.ones(2)], None, 1).__create_write_items__("x", None))]
         ours.mcore_data = {"x": {"nd_reformulated_orig_global_shape": (2, 3)}}
         (folder / ".metadata").write_bytes(pickle.dumps(ours))
-        known = dict(rotary_interleaved=False, num_experts=None, params_dtype=torch.bfloat16, apply_layernorm_1p=False)
-        state = argparse.Namespace(**{**known, "attention_backend": AttnBackend.auto, **arguments})
+        defaults = dict(
+            rotary_interleaved=False, num_experts=None, params_dtype=torch.bfloat16, apply_layernorm_1p=False
+        )
+        state = argparse.Namespace(**{**defaults, "attention_backend": AttnBackend.auto, **arguments})
         torch.save({"args": state, "checkpoint_version": 3.0, "iteration": 7}, folder / "common.pt")
     finally:
         for name in modules:

@@ -55,11 +55,11 @@ def _loads(context: ParallelContext, states: dict[str, dict[str, Tensor]]) -> di
         for name, value in states["both"].items():
             assert torch.equal(back[name], value), (title, name)
     assert "head.weight" not in full_state_dict(model, context, aliases=False)
-    for wrong, said in (
+    for wrong, message in (
         ({"embedding.weight", "head.weight"}, r"missing \['embedding.weight'\], not in the model none"),
         ({"scale", "first.scale"}, r"missing \['scale'\]"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load_full_state_dict(model, {k: v for k, v in states["both"].items() if k not in wrong}, context)
     return back
 

@@ -48,30 +48,30 @@ def _streams(rank: int, plans: dict[str, Any], root: str) -> dict[str, float]:
 
         def counted(*args: Any, alive: Any = alive, whole: Any = whole) -> Tensor:
             until = time.monotonic() + 10.0  # gloo's thread lets go a moment later
-            while (held := sum(each() is not None for each in alive)) > 1 and time.monotonic() < until:
+            while (num_alive := sum(reference() is not None for reference in alive)) > 1 and time.monotonic() < until:
                 time.sleep(0.001)
-            assert held <= 1, f"{held} whole tensors are still held"
+            assert num_alive <= 1, f"{num_alive} whole tensors are still held"
             out = whole(*args)
             alive.append(weakref.ref(out))
             return out
 
         model_state_dict._whole_of_stage = counted
-        found: dict[str, Tensor] = {}
+        streamed: dict[str, Tensor] = {}
         ties: dict[str, int] = {}
         for name, value in stream_state_dict(model, context):
-            found[name] = value.clone()
+            streamed[name] = value.clone()
             ties[name] = id(value)
             del value
         model_state_dict._whole_of_stage = whole
         assert len(alive) == len(wanted) - 1
         if rank == 0:
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+            assert streamed.keys() == wanted.keys()
+            assert all(torch.equal(streamed[name], value) for name, value in wanted.items())
             assert ties["head.weight"] == ties["embedding.weight"]
-            names = [name for name in found if name != "head.weight"]
+            names = [name for name in streamed if name != "head.weight"]
             assert names == [name for name in wanted if name != "head.weight"]
         else:
-            assert not found
+            assert not streamed
         order = ["norm.weight", "embedding.weight"]
         names = [name for name, _ in stream_state_dict(model, context, order=order)]
         assert names == (order if rank == 0 else [])

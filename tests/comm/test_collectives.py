@@ -172,16 +172,18 @@ def _plain_collectives(context: ParallelContext) -> None:
         for op in ("sum", "max"):
             for x in (parts[me].clone(), scattered(parts[me]), parts[me].t().contiguous().t()):
                 for owned in (False, True):
-                    given = x.clone(memory_format=torch.preserve_format)
-                    got = collectives.all_reduce(given, group, op=op, owned=owned).wait()
-                    assert torch.equal(got, dense(op, parts, 0, 0)[0]), (dtype, op, owned)
-                    assert owned or torch.equal(given, x)
+                    operand = x.clone(memory_format=torch.preserve_format)
+                    reduced = collectives.all_reduce(operand, group, op=op, owned=owned).wait()
+                    assert torch.equal(reduced, dense(op, parts, 0, 0)[0]), (dtype, op, owned)
+                    assert owned or torch.equal(operand, x)
     # scalars: the loss
     for op in ("sum", "max"):
         total = collectives.all_reduce(torch.tensor(me + 1.0), group, op=op).wait()
         assert total.shape == ()
         assert total.item() == (n * (n + 1) / 2 if op == "sum" else n)
-    assert collectives.all_gather(torch.tensor(float(me)), group).wait().tolist() == [float(each) for each in range(n)]
+    assert collectives.all_gather(torch.tensor(float(me)), group).wait().tolist() == [
+        float(index) for index in range(n)
+    ]
     x = torch.tensor(1.0, requires_grad=True)
     conjugate(x, "identity", "sum", group).backward()
     assert x.grad.item() == n
@@ -224,15 +226,15 @@ def _same_bits(context: ParallelContext) -> None:
         scale = 10.0 ** torch.randint(-6, 7, (size,), generator=torch.Generator().manual_seed(size))
         parts = [part * scale.roll(rank) for rank, part in enumerate(parts)]
         for owned in (False, True):
-            got = collectives.all_reduce(parts[group.index].clone(), group, owned=owned).wait()
-            everywhere = collectives.all_gather(got.view(torch.int32).unsqueeze(0), group, 0).wait()
+            total = collectives.all_reduce(parts[group.index].clone(), group, owned=owned).wait()
+            everywhere = collectives.all_gather(total.view(torch.int32).unsqueeze(0), group, 0).wait()
             assert torch.equal(everywhere, everywhere[:1].expand(n, -1)), (size, owned)
             if n == 2:
-                assert torch.equal(got, parts[0] + parts[1])
+                assert torch.equal(total, parts[0] + parts[1])
             if size > 10_000:
                 continue
             exact, bound = sum(part.double() for part in parts), sum(part.abs().double() for part in parts)
-            assert ((got.double() - exact).abs() <= bound * n * 2.0**-24).all()
+            assert ((total.double() - exact).abs() <= bound * n * 2.0**-24).all()
 
 
 @pytest.mark.rest("2")
@@ -254,24 +256,24 @@ def _errors(context: ParallelContext) -> list[str]:
         lambda: collectives.reduce_scatter(x, group, -4),
         lambda: collectives.own_chunk(torch.zeros(()), group, 0),
     ]
-    said = []
+    messages = []
     with accounting.count() as moved:
         for call in calls:
             try:
                 call()
-                said.append("nothing")
+                messages.append("nothing")
             except ValueError as error:
-                said.append(str(error).partition(". ")[0].partition("\n")[0])
+                messages.append(str(error).partition(". ")[0].partition("\n")[0])
     assert moved.calls() == 0, "what was refused was counted"
     assert not any("WAITING" in line for line in log.recent()), "what was refused is in the log"
-    return said
+    return messages
 
 
 def test_errors_say_what_does_not_divide() -> None:
     first = "of a tensor of shape (4, 6, 5) has {} elements, which do not divide over the 3 ranks of axis tensor"
     missing = "a tensor of shape {} has no dim {}"
-    for said in run_ranks(3, _errors):
-        assert said == [
+    for messages in run_ranks(3, _errors):
+        assert messages == [
             f"dim 0 {first.format(4)}",
             f"dim 2 {first.format(5)}",
             missing.format("(4, 6, 5)", -4),
@@ -292,7 +294,7 @@ def _twice(context: ParallelContext) -> str:
 
 def test_a_second_derivative_is_refused() -> None:
     """The movement of a gradient is not recorded: its derivative would be wrong without a word."""
-    assert all("differentiated again (create_graph=True" in said for said in run_ranks(2, _twice))
+    assert all("differentiated again (create_graph=True" in message for message in run_ranks(2, _twice))
 
 
 # -- memory ---------------------------------------------------------------------------------------------------

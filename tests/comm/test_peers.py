@@ -40,16 +40,16 @@ def _exchange(context: ParallelContext) -> dict[str, object]:
             links.release(message.data)
     again = links.buffer(12345)
     links.send((me + 1) % group.size, 4, 7, again)
-    found = []
-    while not found:
+    messages = []
+    while not messages:
         time.sleep(0.002)
-        found = links.take(4)
+        messages = links.take(4)
     links.close()
     return dict(
         seen=seen,
         sent=links.bytes_sent,
         counted=moved.bytes("data", "send"),
-        took=[(m.source, m.number) for m in found],
+        took=[(m.source, m.number) for m in messages],
     )
 
 
@@ -74,8 +74,8 @@ def _large(context: ParallelContext) -> str:
 
 
 def test_a_message_that_is_too_large_is_none_of_ours() -> None:
-    _, told = run_ranks(2, _large, plan=grid(data=2))
-    assert "a message of 1001 bytes, where at most 1000 are expected" in told
+    _, text = run_ranks(2, _large, plan=grid(data=2))
+    assert "a message of 1001 bytes, where at most 1000 are expected" in text
 
 
 def _death(rank: int, sends_first: bool) -> str:

@@ -46,9 +46,9 @@ def test_parts_come_in_group_order_and_slots_are_not_overwritten_early(world: in
             mine = torch.full((1 + turn * 37,), float(turn * 10 + context.rank))
             waiting = channel._share(mine, lambda parts: torch.stack(parts).clone())
             mine.fill_(-1.0)  # what was shown has been copied
-            got = waiting.wait()
+            stacked = waiting.wait()
             expected = torch.tensor([float(turn * 10 + rank) for rank in group.ranks])[:, None]
-            assert torch.equal(got, expected.expand_as(got))
+            assert torch.equal(stacked, expected.expand_as(stacked))
 
     run_ranks(world, body)
 

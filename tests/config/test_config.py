@@ -192,8 +192,8 @@ def test_options_of_a_builtin_are_the_arguments_that_it_has(registry: Registry) 
         described, entry = describe(name, registry), registry.get(name)
         assert described is not None, name
         arguments = inspect.signature(entry).parameters
-        own = {key: each for key, each in arguments.items() if key not in registry.passed}
-        if any(each.kind is each.VAR_KEYWORD for each in own.values()):
+        own = {key: parameter for key, parameter in arguments.items() if key not in registry.passed}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
             continue
         assert described.model_fields.keys() == own.keys(), name
         for key, field in described.model_fields.items():
@@ -268,9 +268,9 @@ def test_unknown_names_of_the_file(tmp_path: Path) -> None:
 def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, text))
-    shown = str(caught.value).replace("ValueError: source", "SyntaxError: source")  # differs between Python versions
-    assert shown.startswith(words)
-    assert ("(raised in decoder.py, line" in shown) == ("json" in text)
+    message = str(caught.value).replace("ValueError: source", "SyntaxError: source")  # differs between Python versions
+    assert message.startswith(words)
+    assert ("(raised in decoder.py, line" in message) == ("json" in text)
     assert caught.value.__cause__ is not None
 
 

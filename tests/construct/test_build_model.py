@@ -173,9 +173,9 @@ def test_writes_of_every_kind() -> None:
         chosen[torch.eye(3) > 0] = 1.0
         chosen[torch.tensor([0, 2]), 1] = 5.0
         m.register_buffer("chosen", chosen)
-        given = torch.tensor([0.0, 0.0, 0.0])
-        given[1:] = torch.ones(2)
-        m.register_buffer("given", given)
+        constant = torch.tensor([0.0, 0.0, 0.0])
+        constant[1:] = torch.ones(2)
+        m.register_buffer("given", constant)
         source = torch.tensor([1.0, 2.0])
         m.copied = nn.Parameter(torch.empty(2))
         m.copied.data.copy_(source)
@@ -351,8 +351,8 @@ def _asks_for_meta() -> nn.Module:
     with torch.device("meta"):
         model, number = nn.Linear(3, 2), torch.tensor(1.0)
         model.register_buffer("rate", torch.ones(2))
-    known = number, model.weight, torch.zeros(2).to("meta"), torch.zeros(2)
-    vars(model)["seen"] = [x.is_meta and x.device.type == "meta" for x in known]
+    tensors = number, model.weight, torch.zeros(2).to("meta"), torch.zeros(2)
+    vars(model)["seen"] = [x.is_meta and x.device.type == "meta" for x in tensors]
     if model.rate.is_meta:
         model.rate = torch.empty_like(model.rate, device="cpu")
         model.rate.copy_(torch.arange(2.0))

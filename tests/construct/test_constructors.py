@@ -201,12 +201,12 @@ def overlapping_parts(m: Any) -> None:
 
 def test_memory_of_two_parameters_is_refused() -> None:
     def refusals(context: ParallelContext) -> list[str]:
-        said = []
+        messages = []
         for write in (shared_data, frozen_table, overlapping_parts):
             with pytest.raises(ValueError, match="share memory, but are two parameters") as caught:
                 colossus.build(colossus.parallelize(made_by(write)), context)
-            said.append(str(caught.value))
-        return said
+            messages.append(str(caught.value))
+        return messages
 
     first, second, third = run_ranks(2, refusals)[0]
     assert first.startswith("head.weight and words.weight share memory")

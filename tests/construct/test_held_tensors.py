@@ -160,8 +160,8 @@ def test_layers_of_ours_take_values_that_exist(tmp_path: Path) -> None:
             build(lambda: _load_into(layers.Linear(6, 8, split="row"), state), context)
         return [full[f"lone.{name}"] for name in ("weight", "bias")] + [full["fused.key.weight"]]
 
-    for found in (body(ParallelContext(grid())), *run_ranks(2, body)):
-        for value, wanted in zip(found, state.values(), strict=True):
+    for values in (body(ParallelContext(grid())), *run_ranks(2, body)):
+        for value, wanted in zip(values, state.values(), strict=True):
             assert torch.equal(value, wanted.float())
 
 

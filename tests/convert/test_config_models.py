@@ -59,10 +59,10 @@ def test_a_folder_trains_by_transformers_own_code_and_is_written_again(kind: str
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES[kind]))
     theirs = theirs.double()
     theirs.save_pretrained(tmp_path / "in")
-    found = {}
+    losses_by_plan = {}
     for name, (world, plan) in [*PLANS.items()][: 1 if kind == "qwen3" else None]:
         model = dict(type="hf", path=str(tmp_path / "in"), native=True)
-        found[name] = run_ranks(world, train, model, plan, tmp_path / name, with_context=False)[0]
+        losses_by_plan[name] = run_ranks(world, train, model, plan, tmp_path / name, with_context=False)[0]
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -73,8 +73,8 @@ def test_a_folder_trains_by_transformers_own_code_and_is_written_again(kind: str
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    for name in found:
-        assert found[name] == pytest.approx(losses, abs=1e-9), name
+    for name in losses_by_plan:
+        assert losses_by_plan[name] == pytest.approx(losses, abs=1e-9), name
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
         for (key, mine), wanted in zip(back.state_dict().items(), theirs.state_dict().values(), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
@@ -95,7 +95,7 @@ def test_a_folder_of_other_tensors_is_refused(tmp_path: Path) -> None:
             dict(num_hidden_layers=3), dict(tie_word_embeddings=False), dict(intermediate_size=28),
             dict(architecture="Nothing"),
         ]  # fmt: skip
-        return [body(rank, **each) for each in more]
+        return [body(rank, **options) for options in more]
 
     layers, head, sizes, classes = run_ranks(1, bodies, with_context=False)[0]
     assert "transformers refuses this config of a 'qwen3': " in layers

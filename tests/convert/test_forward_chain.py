@@ -319,8 +319,10 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Cas
             if parameter.grad is not None:
                 parameter.grad /= count
         wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-        found = unpacked(*gradients[step])
-        assert_close_states({name: found[name] for name in wanted}, wanted, f"step {step}: gradient", atol=1e-10)
+        unpacked_gradients = unpacked(*gradients[step])
+        assert_close_states(
+            {name: unpacked_gradients[name] for name in wanted}, wanted, f"step {step}: gradient", atol=1e-10
+        )
         optimizer.step()
     state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
     assert_close_states(unpacked(*end), state, "end:", atol=1e-10)

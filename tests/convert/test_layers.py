@@ -123,16 +123,16 @@ def of_everything(rank: int, tensor: int) -> tuple[Tensor, Tensor, dict[str, tup
         name: tuple(value.shape) for name, value in state.items()
     }
     assert "forward" in vars(engine.model.across.mlp)
-    assert not [each for each in model.modules() if "forward" in vars(each)]
+    assert not [layer for layer in model.modules() if "forward" in vars(layer)]
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
-    return model(inputs()).detach(), wanted, trains, (rates, [type(each) for each in model.modules()])
+    return model(inputs()).detach(), wanted, trains, (rates, [type(layer) for layer in model.modules()])
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_layer(tensor: int) -> None:
-    for got, wanted, trains, (rates, kinds) in run_ranks(tensor, of_everything, tensor, with_context=False):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for out, wanted, trains, (rates, kinds) in run_ranks(tensor, of_everything, tensor, with_context=False):
+        torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
         assert {name for name, does in trains.items() if not does} == {"adapted.base.weight", "adapted.base.bias"}
         assert rates["dropout"] == 0.25
         assert rates["block.mlp_dropout"] == rates["block.attention_dropout"] == 0.1
@@ -169,7 +169,7 @@ class Halved(GPT):
 
 def of_own_classes(rank: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
     """The plain modules, what goes in, and what the engine's gives on it."""
-    found: list[tuple[nn.Module, Tensor, Tensor]] = []
+    cases: list[tuple[nn.Module, Tensor, Tensor]] = []
     config = dict(parallel=dict(tensor=2), train=dict(global_batch_size=2, precision="fp64"), device="cpu")
     words = torch.arange(6).view(2, 3)
     numbers = torch.arange(8, dtype=torch.float64).view(2, 4).sin()
@@ -188,8 +188,8 @@ def of_own_classes(rank: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
         with torch.no_grad(), engine.context:
             wanted = layers.to_whole(engine.model(x))
         engine.close()
-        found.append((model, x, wanted))
-    return found
+        cases.append((model, x, wanted))
+    return cases
 
 
 def test_classes_of_users_stay_and_need_no_context() -> None:
@@ -198,11 +198,11 @@ def test_classes_of_users_stay_and_need_no_context() -> None:
     for (model, x, wanted), name in zip(run_ranks(2, of_own_classes, with_context=False)[0], names, strict=True):
         assert type(model).__name__ == name
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        for each in (model, *copies):
-            torch.testing.assert_close(each(x).detach(), wanted, rtol=1e-12, atol=1e-12)
+        for net in (model, *copies):
+            torch.testing.assert_close(net(x).detach(), wanted, rtol=1e-12, atol=1e-12)
         copies[0].train()
         optimizer = torch.optim.AdamW(copies[0].parameters(), lr=0.1)
-        before = [each.detach().clone() for each in copies[0].parameters()]
+        before = [net.detach().clone() for net in copies[0].parameters()]
         copies[0](x).square().sum().backward()
         optimizer.step()
         after = [not torch.equal(old, new) for old, new in zip(before, copies[0].parameters(), strict=True)]
@@ -236,19 +236,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def refused(rank: int) -> dict[str, str]:
     config = dict(train=dict(global_batch_size=2, precision="fp64"), device="cpu")
-    told = {}
+    messages = {}
     for name, (make, _) in REFUSED.items():
         engine = colossus.initialize(
             config, model=lambda make=make: nn.Sequential(nn.Linear(1, 1), make()), loss_fn=loss
         )
         with pytest.raises(ValueError) as error:  # noqa: PT011
             colossus.plain(engine)
-        told[name] = str(error.value)
+        messages[name] = str(error.value)
         engine.close()
-    return told
+    return messages
 
 
 def test_what_cannot_be_made_is_refused() -> None:
-    (told,) = run_ranks(1, refused, with_context=False)
+    (messages,) = run_ranks(1, refused, with_context=False)
     for name, (_, words) in REFUSED.items():
-        assert re.search(words, told[name]), told[name]
+        assert re.search(words, messages[name]), messages[name]

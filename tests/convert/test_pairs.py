@@ -177,7 +177,7 @@ MASKED = ("llama, eager", "bert", "neox", "t5")
 def test_tables(name: str, mode: str) -> None:
     make, example, wanted = TABLES[name]
     if mode == "3d" and name in MASKED:  # a mask is of samples that other ranks have inside of a pair
-        wanted = {each: role for each, role in wanted.items() if not re.search("attn|attention|Attention", each)}
+        wanted = {path: role for path, role in wanted.items() if not re.search("attn|attention|Attention", path)}
     assert of_any_layer(pairs_of(make, mode, example).splits) == wanted
 
 
@@ -201,15 +201,15 @@ def test_pairs_hold_with_and_without_a_mask() -> None:
 
 def in_a_row(*sizes: int) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        return nn.Sequential(*(each for a, b in pairwise(sizes) for each in (nn.Linear(a, b), nn.GELU())))
+        return nn.Sequential(*(module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.GELU())))
 
     return make
 
 
 def test_linears_in_a_row_are_pairs_from_the_left() -> None:
-    found = pairs_of(in_a_row(6, 8, 10, 12, 14, 16), "1d", torch.ones(2, 6))
-    assert found.splits == {"0": "column", "2": "row", "4": "column", "6": "row"}
-    assert found.reasons == {"8": "its features reach the model's output"}
+    pairs = pairs_of(in_a_row(6, 8, 10, 12, 14, 16), "1d", torch.ones(2, 6))
+    assert pairs.splits == {"0": "column", "2": "row", "4": "column", "6": "row"}
+    assert pairs.reasons == {"8": "its features reach the model's output"}
     odd = pairs_of(in_a_row(6, 7, 8, 9, 10), "1d", torch.ones(2, 6))
     assert odd.splits == {"2": "column", "4": "row"} or odd.splits == {}
     assert odd.reasons["0"] == "out_features = 7 does not divide over the 2 ranks of tensor; 6 or 8 does"
@@ -300,7 +300,7 @@ def train(rank: int, tensor: dict[str, Any], names: Sequence[str]) -> dict[str, 
         engine = colossus.initialize(config, model=factory, loss_fn=sum_and_count)
         conversion = conversion_of(engine.model)
         assert conversion is not None
-        became = {each.became for each in conversion.swaps.values()}
+        became = {swap.became for swap in conversion.swaps.values()}
         start = packed({key: value.clone() for key, value in full_state_dict(engine.model, engine.context).items()})
         losses = [engine.train_step(batch_of(inputs)).loss for _ in range(2)]
         gradients = packed(full_state_dict(engine.model, engine.context, gradients=True))

@@ -64,7 +64,7 @@ def body(context: ParallelContext, rules: dict[str, str]) -> dict[str, Any]:
     assert model.bias is model.head.bias
     conversion = conversion_of(model)
     assert conversion is not None
-    return {name: each.became for name, each in conversion.swaps.items()}
+    return {name: swap.became for name, swap in conversion.swaps.items()}
 
 
 @pytest.mark.rest("2d-alone", "2d-pair")
@@ -95,12 +95,12 @@ def odd_body(context: ParallelContext) -> dict[str, Any]:
     model = colossus.build(colossus.parallelize(Odd), context)
     conversion = conversion_of(model)
     assert conversion is not None
-    return {name: (each.became, each.why) for name, each in conversion.swaps.items()}
+    return {name: (swap.became, swap.why) for name, swap in conversion.swaps.items()}
 
 
 def test_what_stays_says_why() -> None:
-    found = run_ranks(2, odd_body)[0]
-    assert found == {
+    reasons = run_ranks(2, odd_body)[0]
+    assert reasons == {
         "mine": ("", "its class has a forward of its own"),
         "attention.out_proj": ("", "nn.MultiheadAttention reads its weight itself"),
         "shared": ("", "its weight is also other.weight"),
@@ -163,7 +163,7 @@ def normed_body(context: ParallelContext) -> dict[str, Any]:
     conversion = conversion_of(model)
     assert conversion is not None
     assert model(torch.ones(2, 6)).shape == (2, 6)
-    return {name: each.became for name, each in conversion.swaps.items()}
+    return {name: swap.became for name, swap in conversion.swaps.items()}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

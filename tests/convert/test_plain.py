@@ -48,20 +48,20 @@ def of_users(rank: int, names: Sequence[str], plan: str) -> list[str]:
     """What is wrong, one line for each model."""
     wrong = []
     for name in names:
-        given = MODELS[name]
-        if given.refusal_under(plan) is not None:
+        user_model = MODELS[name]
+        if user_model.refusal_under(plan) is not None:
             continue
-        engine = colossus.initialize(config_of(plan), model=lambda: given.make(Kit), loss_fn=given.loss)
-        step_on(engine, given.batch(0))
+        engine = colossus.initialize(config_of(plan), model=lambda: user_model.make(Kit), loss_fn=user_model.loss)
+        step_on(engine, user_model.batch(0))
         only_first = colossus.plain(engine, everywhere=False)
         model = colossus.plain(engine)
         state = full_state_dict(engine.model, engine.context)
         state = {name: value.clone() for name, value in state.items()}
-        step_on(engine, given.batch(1))  # which leaves the copies alone
+        step_on(engine, user_model.batch(1))  # which leaves the copies alone
         engine.close()
         assert model is not None
         assert (only_first is None) == (rank != 0)
-        problem = compare(model, state, given.make(PlainKit), given.batch(1), given.loss)
+        problem = compare(model, state, user_model.make(PlainKit), user_model.batch(1), user_model.loss)
         for key, value in only_first.state_dict().items() if only_first is not None else ():
             if not torch.equal(value, state[key]):
                 problem = f"rank 0 alone is given another {key}"
@@ -75,18 +75,18 @@ def compare(model: nn.Module, state: dict[str, Tensor], twin: nn.Module, batch: 
     own = model.state_dict()
     if own.keys() != state.keys() or any(not torch.equal(own[name], state[name]) for name in state):
         return f"its state dict has {list(own)}, not {list(state)}"
-    ours = [name for name, each in model.named_modules() if type(each) in (layers.Linear, layers.LayerNorm)]
+    ours = [name for name, module in model.named_modules() if type(module) in (layers.Linear, layers.LayerNorm)]
     if ours:
         return f"{ours} are layers of colossus"
     twin.double().load_state_dict(own)
-    found = []
-    for each in (model, twin):
-        each.eval().zero_grad()
-        out = each(batch["inputs"])
+    results = []
+    for module in (model, twin):
+        module.eval().zero_grad()
+        out = module(batch["inputs"])
         total, count = loss(out, batch)
         (total / count).backward()
-        found.append((total.detach(), {name: param.grad for name, param in each.named_parameters()}))
-    (mine, gradients), (other, wanted) = found
+        results.append((total.detach(), {name: param.grad for name, param in module.named_parameters()}))
+    (mine, gradients), (other, wanted) = results
     if not torch.allclose(mine, other, rtol=1e-12, atol=1e-12):
         return f"loss {mine}, of the twin {other}"
     for name, grad in wanted.items():

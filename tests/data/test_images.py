@@ -26,12 +26,12 @@ def test_the_split_is_fixed_and_complete(splits: dict[str, Digits]) -> None:
     from sklearn.datasets import load_digits
 
     assert DATASETS.get("Digits") is Digits
-    train, held = splits["train"], splits["validation"]
-    assert (len(train), len(held)) == (1440, 357)
+    train, validation = splits["train"], splits["validation"]
+    assert (len(train), len(validation)) == (1440, 357)
     digits = load_digits()
     held_out = [number for number in range(1797) if number % 50 >= 40]
     rest = [number for number in range(1797) if number % 50 < 40]
-    for dataset, numbers in ((train, rest), (held, held_out)):
+    for dataset, numbers in ((train, rest), (validation, held_out)):
         assert dataset.labels.tolist() == digits.target[numbers].tolist()
         assert torch.equal(dataset.images.double(), torch.from_numpy(digits.images[numbers] / 8 - 1).unsqueeze(1))
         assert set(dataset.labels.tolist()) == set(range(10))

@@ -56,10 +56,10 @@ def test_what_is_read_and_what_the_process_draws_do_not_touch_each_other(make: C
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
         expected = draw()
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
-        left = next(one)
+        batch = next(one)
         assert draw() == expected
         torch.manual_seed(2), random.seed(2), np.random.seed(2)
-        assert same(left, next(other))
+        assert same(batch, next(other))
 
 
 def with_a_worker() -> DataLoader[Any]:

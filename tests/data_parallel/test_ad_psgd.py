@@ -94,20 +94,20 @@ def replay(model: nn.Module, records: list[Record], optimizer: dict[str, Any], c
     """The replicas' parameters after each step, and after the last sync point: gradients and updates by plain torch."""
     replicas = range(len(records))
     models = [copy.deepcopy(model) for _ in replicas]
-    params = [[param for param in each.parameters() if param.requires_grad] for each in models]
+    params = [[param for param in replica.parameters() if param.requires_grad] for replica in models]
     options = {name: value for name, value in optimizer.items() if name != "type"}
     optimizers = [getattr(torch.optim, optimizer["type"])(of, **options) for of in params]
     x = [_flat(of) for of in params]
-    now, promised = copy.deepcopy(x), [np.zeros_like(each) for each in x]
+    now, promised = copy.deepcopy(x), [np.zeros_like(vector) for vector in x]
     sent: dict[tuple[int, int], np.ndarray] = {}
     answers: dict[tuple[int, int], np.ndarray] = {}
-    found: list[list[Any]] = [[] for _ in replicas]
+    histories: list[list[Any]] = [[] for _ in replicas]
 
     def play(me: int, kind: str, *what: int) -> bool:
         """One event, if what it needs has happened."""
         if kind == "step":
             if what[0] > 1:
-                found[me].append(x[me].copy())
+                histories[me].append(x[me].copy())
             _unflat(x[me], params[me])
             total, count = loss_of(models[me], what[0] - 1, me)
             optimizers[me].zero_grad()
@@ -143,8 +143,8 @@ def replay(model: nn.Module, records: list[Record], optimizer: dict[str, Any], c
     assert not sent
     assert not answers
     for me in replicas:
-        found[me].append(x[me])
-    return found
+        histories[me].append(x[me])
+    return histories
 
 
 def trained(state: dict[str, Tensor], model: nn.Module) -> np.ndarray:

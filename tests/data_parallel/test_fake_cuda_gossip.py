@@ -83,7 +83,7 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
     """Of each strategy and each step from the second on: file -> waits."""
     gossip.PeerLinks = Mirror  # type: ignore[misc, assignment]
     ad_psgd.ADPSGD._wait_for_all = lambda self: None  # type: ignore[method-assign]
-    found = []
+    results = []
     for strategy in strategies:
         plan = dict(data=4, strategy=dict(strategy))
         engine = colossus.initialize(config_of(plan, 9, "bf16", device="cuda", model=dict(num_layers=1)))
@@ -96,8 +96,8 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
             of_steps.append(files_of(waits.found))
         assert {x.device.type for x in engine.model.parameters()} == {"cuda"}
         engine.close()
-        found.append(of_steps[1:])
-    return found
+        results.append(of_steps[1:])
+    return results
 
 
 SGP = dict(type="sgp")

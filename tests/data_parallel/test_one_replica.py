@@ -25,7 +25,7 @@ def test_one_replica(name: str, caplog: pytest.LogCaptureFixture) -> None:
     exact = train(0, config_of({"data": 1}, 2, "fp32"), 2)
     with caplog.at_level(logging.WARNING, "colossus.engine"):
         alone = train(0, config_of({"data": 1, "strategy": {"type": name, **EVERY_STEP.get(name, {})}}, 2, "fp32"), 2)
-    said = [record.message for record in caplog.records if "parallel.data is 1" in record.message]
-    assert len(said) == 1
+    messages = [record.message for record in caplog.records if "parallel.data is 1" in record.message]
+    assert len(messages) == 1
     if name not in ("diloco", "slowmo"):  # whose outer steps are also those of one replica
         assert_same_numbers(alone, exact)

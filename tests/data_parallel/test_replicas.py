@@ -206,19 +206,19 @@ def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, .
     watched, shown, path = StopsAfter(stops_after), io.StringIO(), folder / f"{rank}.jsonl"
     summary = fit(engine, [Metrics(path), Display(folder, shown), watched])
     engine.close()
-    told = []
-    for each in watched.results:
-        told.append((each.replica, each.loss, each.tokens, each.grad_norm, each.replica_tokens))
+    numbers = []
+    for result in watched.results:
+        numbers.append((result.replica, result.loss, result.tokens, result.grad_norm, result.replica_tokens))
     rows = [json.loads(line) for line in path.read_text().splitlines()] if rank == 0 else []
-    return told, shown.getvalue(), summary, rows
+    return numbers, shown.getvalue(), summary, rows
 
 
 def test_own_numbers_are_marked(tmp_path: Path) -> None:
     """At logging steps and the last they are of all replicas, else of one, and say so."""
     (one, shown, summary, rows), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 0, with_context=False)
     lines = [line for line in shown.splitlines() if line.startswith("step")]
-    assert [told[0] for told in one] == [0, None, 0, None, 0, None]
-    assert [told[0] for told in other] == [1, None, 1, None, 1, None]
+    assert [numbers[0] for numbers in one] == [0, None, 0, None, 0, None]
+    assert [numbers[0] for numbers in other] == [1, None, 1, None, 1, None]
     for row, line, mine, theirs in zip(rows, lines, one, other, strict=True):
         replica, loss, tokens, norm, own = mine
         assert own + theirs[4] == int((batch_of(row["step"] - 1, batch=12)["labels"] != -100).sum())

@@ -57,7 +57,7 @@ def batch() -> dict[str, Tensor]:
 
 def _server_dies(rank: int, options: list[dict[str, Any]]) -> list[tuple[str, float]]:
     """Of each strategy what this worker is told, and seconds from the end of a server to it."""
-    told = []
+    errors = []
     for strategy in options:
         engine = engine_of(1000, **strategy)
         for _ in range(3):
@@ -70,14 +70,14 @@ def _server_dies(rank: int, options: list[dict[str, Any]]) -> list[tuple[str, fl
             while time.monotonic() - began < 30:
                 engine.train_step(batch())
         except ServerGone as error:
-            told.append((str(error), time.monotonic() - began))
+            errors.append((str(error), time.monotonic() - began))
             try:
                 raise
             except ServerGone:
                 engine.close()
         else:
             engine.close()
-    return told
+    return errors
 
 
 def test_all_workers_hear_in_words_that_a_server_has_ended() -> None:

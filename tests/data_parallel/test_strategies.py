@@ -110,7 +110,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     )
     engine = colossus.initialize(settings, model=Odd, loss_fn=_odd_loss)
     storages = {param.untyped_storage().data_ptr(): param.untyped_storage() for param in engine.model.parameters()}
-    held = sum(storage.nbytes() for storage in storages.values())
+    stored_bytes = sum(storage.nbytes() for storage in storages.values())
     seen: list[tuple[float, float]] = []
     gathered: list[int] = []
 
@@ -131,7 +131,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     state = full_state_dict(engine.model, engine.context)
     engine.close()
-    return seen, evaluated, gradients, state, held, gathered
+    return seen, evaluated, gradients, state, stored_bytes, gathered
 
 
 @pytest.mark.rest("3-microbatch", "2-step", "3-matmul")
@@ -139,7 +139,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     ("stage", "scope"), [(1, "matmul"), (2, "step"), (3, "matmul"), (3, "microbatch"), (3, "step")]
 )
 def test_plain_modules_are_gathered_by_block(stage: int, scope: str) -> None:
-    (seen, evaluated, gradients, state, held, _) = odd_alone()
+    (seen, evaluated, gradients, state, stored_bytes, _) = odd_alone()
     traces = run_ranks(2, _odd_run, dict(data=2, zero=stage), scope, with_context=False)
     for mine, my_evaluation, my_gradients, my_state, my_bytes, gathered in traces:
         assert mine == [pytest.approx(pair, rel=1e-10) for pair in seen]
@@ -154,7 +154,7 @@ def test_plain_modules_are_gathered_by_block(stage: int, scope: str) -> None:
         # blocks that are whole between actions: none, those that autograd waits to run backward of (reentrant
         # checkpointing runs its block without autograd), or all
         if stage == 3:
-            assert my_bytes < 0.6 * held
+            assert my_bytes < 0.6 * stored_bytes
             assert set(gathered) == {"matmul": {0}, "microbatch": {0, 2}, "step": {3}}[scope]
         else:
             assert set(gathered) == {3}

@@ -74,8 +74,8 @@ def batch(engine: Engine, step: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :4].clone()
 
 
-def squared(outputs: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return (outputs - given[1]).square().sum(), len(outputs)
+def squared(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), len(outputs)
 
 
 def start(parallel: dict[str, Any], model: type[nn.Module] = Net) -> Engine:
@@ -147,23 +147,23 @@ PLANS = [
 
 
 def _differences(rank: int) -> list[str]:
-    found = []
+    lines = []
     for habit in HABITS:
         losses, state = run(dict(data=2), habit)
         for parallel in PLANS:
             mine, own_state = run(parallel, habit)
             if mine != pytest.approx(losses, rel=1e-10):
-                found.append(f"{habit.__name__} under {parallel}: losses {mine}, not {losses}")
+                lines.append(f"{habit.__name__} under {parallel}: losses {mine}, not {losses}")
             for name, value in state.items():
                 if not torch.allclose(own_state[name], value, rtol=1e-9, atol=1e-11):
-                    found.append(f"{habit.__name__} under {parallel}: {name}")
-    return found
+                    lines.append(f"{habit.__name__} under {parallel}: {name}")
+    return lines
 
 
 @pytest.mark.long
 def test_habits_around_steps_are_those_without_zero() -> None:
-    for found in run_ranks(2, _differences, with_context=False):
-        assert found == []
+    for lines in run_ranks(2, _differences, with_context=False):
+        assert lines == []
 
 
 def _refused(rank: int) -> str:
@@ -188,8 +188,8 @@ def _copied(rank: int) -> None:
             habit(engine)
             wanted, copied = full_state_dict(engine.model, engine.context), copy.deepcopy(engine.model)
             engine.train_step(batch(engine, 1))
-            found = full_state_dict(copied, engine.context)
-            assert all(torch.equal(found[name], value) for name, value in wanted.items()), (parallel, habit)
+            state = full_state_dict(copied, engine.context)
+            assert all(torch.equal(state[name], value) for name, value in wanted.items()), (parallel, habit)
             with pytest.raises(ValueError, match=r"a copy of a model under parallel\.zero cannot be called"):
                 copied(batch(engine, 0)[0])
         engine.close()

@@ -56,23 +56,23 @@ def test_products_are_taken_in_bfloat16_and_gradients_are_not(mode: str) -> None
         assert torch.equal(mine.grad.double(), wide.grad), "the numbers of this test are too large for bfloat16"
 
     def body(context: ParallelContext) -> list[str]:
-        found = []
+        problems = []
         model: Any = colossus.build(lambda: Mixed(layers, {"split": "column"}, {"split": "row"}), context)
         load_full_state_dict(model, twin.state_dict(), context)
         x = own(context, whole.detach()).clone().requires_grad_()
         out, narrow = model(x)
-        found += [] if (out.dtype, narrow.dtype) == (torch.float32, torch.bfloat16) else [f"dtypes {out}, {narrow}"]
+        problems += [] if (out.dtype, narrow.dtype) == (torch.float32, torch.bfloat16) else [f"dtypes {out}, {narrow}"]
         (out * own(context, small_numbers(expected, 101))).sum().backward()
         for parameter in model.parameters():
             if parameter.grad.dtype != parameter.dtype:
-                found.append(f"a gradient of {parameter.grad.dtype}")
+                problems.append(f"a gradient of {parameter.grad.dtype}")
             axes = gradient_sum_axes(parameter, context)
             if axes:
                 torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
         compared = {"output": (out, own(context, expected)), "input": (x.grad, own(context, whole.grad))}
         grads = full_state_dict(model, context, gradients=True)
         compared |= {name: (grads[name], parameter.grad) for name, parameter in twin.named_parameters()}
-        return found + [name for name, (mine, want) in compared.items() if not torch.equal(mine, want)]
+        return problems + [name for name, (mine, want) in compared.items() if not torch.equal(mine, want)]
 
-    for found in MODES[mode].run(body):
-        assert found == []
+    for problems in MODES[mode].run(body):
+        assert problems == []

@@ -61,25 +61,25 @@ def endless_order() -> list[int]:
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 30), st.integers(1, 40))
 def test_sizes_add_up(start: int, increment: int, number: int, steps: int) -> None:
     sizes = BatchSizes(start + increment * number, BatchRamp(start=start, steps=steps, increment=increment))
-    found = [sizes.at(step) for step in range(steps + 3)]
-    assert found == [start + increment * min(number, step * number // steps) for step in range(steps + 3)]
-    assert [sizes.before(step) for step in range(steps + 3)] == [sum(found[:step]) for step in range(steps + 3)]
-    assert sizes.full_from == found.index(sizes.full)
-    assert sizes.all == sorted({*found})
+    batch_sizes = [sizes.at(step) for step in range(steps + 3)]
+    assert batch_sizes == [start + increment * min(number, step * number // steps) for step in range(steps + 3)]
+    assert [sizes.before(step) for step in range(steps + 3)] == [sum(batch_sizes[:step]) for step in range(steps + 3)]
+    assert sizes.full_from == batch_sizes.index(sizes.full)
+    assert sizes.all == sorted({*batch_sizes})
 
 
 @pytest.mark.parametrize("data", [1, 2, 4])
 def test_no_sample_is_left_out_or_comes_twice(data: int) -> None:
     order = endless_order()
     ranks = [SampleOrder(BatchShard(3, 12, rank, data, True, BatchRamp(**RAMP)), SAMPLES) for rank in range(data)]
-    found: list[int] = []
+    numbers: list[int] = []
     for step, size in enumerate(GROWING):
         spans = [rank.span(step) for rank in ranks]
         assert [stop - start for start, stop in spans] == [size // data] * data
-        found += [
+        numbers += [
             number for rank, span in zip(ranks, spans, strict=True) for number in rank.indices(step, span).tolist()
         ]
-    assert found == order
+    assert numbers == order
     again = SampleOrder(ranks[0].shard, SAMPLES)  # of a run that goes on there
     assert again.indices(6, again.span(6)).tolist() == order[sum(GROWING[:6]) :][: 12 // data]
 
@@ -120,20 +120,20 @@ RESUMED = ("data", "pipeline")
 
 
 def runs_of(rank: int, folder: str) -> dict[str, Told]:
-    told = {name: Told() for name in (*PLANS, "resumed")}
+    runs = {name: Told() for name in (*PLANS, "resumed")}
     for name, plan in PLANS.items():
         engine = colossus.initialize(config(**plan))
-        told[name].train(engine, STEPS)
+        runs[name].train(engine, STEPS)
         engine.close()
     for plan in RESUMED:
         checkpoint = dict(dir=folder, resume="auto")
         engine = colossus.initialize(config(PLANS[plan]["parallel"], checkpoint=checkpoint))
         engine.checkpoints.resume()
-        assert engine.loader.step == engine.completed_steps == len(told["resumed"].losses)
-        told["resumed"].train(engine, SAVED if plan == RESUMED[0] else STEPS)
+        assert engine.loader.step == engine.completed_steps == len(runs["resumed"].losses)
+        runs["resumed"].train(engine, SAVED if plan == RESUMED[0] else STEPS)
         engine.checkpoints.save(background=False).wait()
         engine.close()
-    return told
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_growing_batch_is_the_run_of_plain_torch(name: str, told: dict[str, To
     for step, size in enumerate(GROWING):
         batch = [samples[at] for at in order[place : place + size]]
         place += size
-        inputs, labels = (torch.stack([each[key] for each in batch]) for key in ("inputs", "labels"))
+        inputs, labels = (torch.stack([sample[key] for sample in batch]) for key in ("inputs", "labels"))
         loss_sum, count = twin.loss_sum(inputs, labels)
         optimizer.zero_grad()
         (loss_sum / count).backward()
@@ -229,7 +229,7 @@ def test_schedules_complete_stages_in_one_order_for_any_number_of_microbatches(k
         orders = set()
         for microbatches in range(1, 9):
             actions = make_schedule(kind, stages, microbatches)
-            reduced = tuple(tuple(each.stage for each in own if each.kind == "reduce") for own in actions)
+            reduced = tuple(tuple(action.stage for action in own if action.kind == "reduce") for own in actions)
             orders.add((reduced, tuple(placement(actions).items())))
         assert len(orders) == 1
 

@@ -32,13 +32,13 @@ def test_ranks_with_fewer_samples_evaluate_with_the_others(plan: dict[str, Any])
 
     def body(rank: int, parallel: dict[str, Any]) -> list[tuple[float, float]]:
         engine = colossus.initialize(config_of_experts(parallel, 1))
-        found = []
+        sums_of_parts = []
         for index in range(2):
             own = [(0, 8)] if not parallel else [parts[index + engine.context.index("data")]]
             sums = engine.eval_step({key: value[slice(*own[0])] for key, value in batch.items()})
-            found.append((sums.loss_sum, sums.count))
+            sums_of_parts.append((sums.loss_sum, sums.count))
         engine.close()
-        return found
+        return sums_of_parts
 
     (whole, _), *_ = run_ranks(1, body, {}, with_context=False)
     for first, second in run_ranks(2, body, plan, with_context=False):
@@ -84,9 +84,9 @@ def test_a_step_tells_what_its_routers_have_counted(plan: dict[str, Any], tmp_pa
         return result.experts
 
     (alone,) = run_ranks(1, body, {}, with_context=False)
-    for found in run_ranks(4, body, plan, with_context=False):
-        assert list(found) == ROUTERS
-        for name, counted in found.items():
+    for counts in run_ranks(4, body, plan, with_context=False):
+        assert list(counts) == ROUTERS
+        for name, counted in counts.items():
             assert sum(counted["tokens"]) == TOKENS * TOP_K
             assert counted["tokens"] == alone[name]["tokens"]
             assert counted["max_over_mean"] == max(counted["tokens"]) * NUM_EXPERTS / (TOKENS * TOP_K)
@@ -129,8 +129,8 @@ def test_the_plain_copy_computes_the_same(plan: dict[str, Any]) -> None:
         copied = colossus.plain(engine)
         with torch.no_grad():
             want = layers.to_whole(engine.model(ids))
-            found = copied(ids)
-        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
+            out = copied(ids)
+        torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
         assert copied.state_dict().keys() == full_state_dict(engine.model, engine.context).keys()
         engine.close()
 

@@ -108,9 +108,9 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
 def train(rank: int, plan: Plan, folder: Path | None = None) -> Any:
     """Losses of steps and evaluations, the state, this rank's buffers, what is logged; the run goes on from a
     checkpoint after the second step."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("colossus.engine").addHandler(handler)
     losses: list[float] = []
     start: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def train(rank: int, plan: Plan, folder: Path | None = None) -> Any:
             engine.checkpoints.save().wait()
         end, own = full_state_dict(engine.model, engine.context), own_buffers(engine.model)
         engine.close()
-    return losses, start, end, own, said
+    return losses, start, end, own, messages
 
 
 @cache
@@ -156,18 +156,18 @@ def test_buffers_are_those_of_one_process(plan: str, tmp_path: Path) -> None:
     losses, end = plainly(PLANS[plan].schedule.get("microbatches", 1))
     ranks = run_ranks(PLANS[plan].world, train, PLANS[plan], tmp_path, with_context=False)
     values: dict[str, Tensor] = {}
-    for rank, (found, _, state, own, said) in enumerate(ranks):
-        assert found == pytest.approx(losses, rel=1e-10), rank
+    for rank, (own_losses, _, state, own, messages) in enumerate(ranks):
+        assert own_losses == pytest.approx(losses, rel=1e-10), rank
         for name, value in end.items():
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10, msg=f"{name} on rank {rank}")
         for name, value in own.items():
             assert torch.equal(value, values.setdefault(name, value)), f"{name} differs on rank {rank}"
-        assert not any("buffers differ between ranks" in line for line in said)
-        told = [line for line in said if "a forward changes buffers" in line]
+        assert not any("buffers differ between ranks" in line for line in messages)
+        lines = [line for line in messages if "a forward changes buffers" in line]
         if rank == 0:
-            assert "(blocks.0.mean, blocks.0.square, blocks.0.hidden" in told[0]
-            assert "averaged over them (train.buffers = 'average')" in told[0]
-    assert any("blocks.2.codes" in line for *_, said in ranks for line in said)
+            assert "(blocks.0.mean, blocks.0.square, blocks.0.hidden" in lines[0]
+            assert "averaged over them (train.buffers = 'average')" in lines[0]
+    assert any("blocks.2.codes" in line for *_, messages in ranks for line in messages)
 
 
 def test_those_of_the_first_rank_by_the_key() -> None:
@@ -196,10 +196,10 @@ def test_those_of_the_first_rank_by_the_key() -> None:
 
     x, other = (torch.stack([batch_of(step)["inputs"].chunk(2)[rank] for step in range(2)]) for rank in range(2))
     for how, queue in (("first", x[1, :4]), ("average", (x[1, :4] + other[1, :4]) / 2)):
-        for found in run_ranks(2, body, how, with_context=False):
-            torch.testing.assert_close(found["queue"], queue, rtol=1e-12, atol=1e-12)
-            assert torch.equal(found["seen"], (x > 0).sum((0, 1)))
-            assert torch.equal(found["is_positive"], x[1, 0] > 0)
+        for buffers in run_ranks(2, body, how, with_context=False):
+            torch.testing.assert_close(buffers["queue"], queue, rtol=1e-12, atol=1e-12)
+            assert torch.equal(buffers["seen"], (x > 0).sum((0, 1)))
+            assert torch.equal(buffers["is_positive"], x[1, 0] > 0)
 
 
 def test_what_one_ranks_samples_change_alone_is_averaged() -> None:
@@ -234,9 +234,9 @@ def test_a_checkpoint_says_whose_buffers_it_has(tmp_path: Path) -> None:
     """Where something else than a forward has changed them."""
 
     def body(rank: int) -> tuple[list[str], Tensor, Tensor]:
-        said: list[str] = []
+        messages: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("colossus.engine").addHandler(handler)
         config = config_of(Plan(2, dict(data=2), {}), tmp_path)
         engine = colossus.initialize(config, model=lambda: Net(Kit), loss_fn=squared)
@@ -247,11 +247,11 @@ def test_a_checkpoint_says_whose_buffers_it_has(tmp_path: Path) -> None:
         engine.close()
         engine = colossus.initialize(config, model=lambda: Net(Kit), loss_fn=squared)
         engine.checkpoints.resume()
-        return said, engine.model.blocks[0].constant, engine.model.blocks[0].mean
+        return messages, engine.model.blocks[0].constant, engine.model.blocks[0].mean
 
     ranks = run_ranks(2, body, with_context=False)
-    for rank, (said, constant, mean) in enumerate(ranks):
-        told = [line for line in said if "buffers differ between ranks (blocks.0.constant)" in line]
-        assert len(told) == (rank == 0)
+    for rank, (messages, constant, mean) in enumerate(ranks):
+        lines = [line for line in messages if "buffers differ between ranks (blocks.0.constant)" in line]
+        assert len(lines) == (rank == 0)
         assert torch.equal(constant, torch.full((2,), rank + 2.0, dtype=torch.float64))
         assert torch.equal(mean, ranks[0][2])

@@ -74,15 +74,15 @@ class Run:
 def _hooks(rank: int, parallel: dict[str, Any], precision: Any) -> list[str]:
     """What is not as it should be."""
     run = Run(parallel, precision)
-    found: list[str] = []
+    problems: list[str] = []
     plain = run.step()
     if any(not change.any() for change in plain.values()):
-        found.append("a step that changes nothing")
+        problems.append("a step that changes nothing")
 
     def compare(what: str, change: dict[str, Tensor], share: Callable[[str], float]) -> None:
         for name, value in plain.items():
             if not torch.allclose(change[name], share(name) * value, rtol=1e-5, atol=1e-6):
-                found.append(
+                problems.append(
                     f"{what}: {name} changes by {change[name].norm():.3g}, not {share(name)} {value.norm():.3g}"
                 )
 
@@ -97,22 +97,22 @@ def _hooks(rank: int, parallel: dict[str, Any], precision: Any) -> list[str]:
         def note(param: Tensor, name: str = name) -> None:
             calls["post"].append(name)
             if param.grad is None:
-                found.append(f"{name}: called without a gradient")
+                problems.append(f"{name}: called without a gradient")
 
         handles += [param.register_hook(halve), param.register_post_accumulate_grad_hook(note)]
     compare("hooked", run.step(), lambda name: 0.0 if name.startswith("plain") else 0.5)
     for kind, names in calls.items():
         if sorted(names) != sorted(plain):
-            found.append(f"{kind} hooks of {names}")
+            problems.append(f"{kind} hooks of {names}")
     for handle in handles:
         handle.remove()
     for names in calls.values():
         names.clear()
     compare("removed", run.step(), lambda name: 1.0)
     if any(calls.values()):
-        found.append(f"called after they were removed: {calls}")
+        problems.append(f"called after they were removed: {calls}")
     run.engine.close()
-    return found
+    return problems
 
 
 def _of_all_ways(rank: int) -> dict[str, list[str]]:
@@ -120,8 +120,8 @@ def _of_all_ways(rank: int) -> dict[str, list[str]]:
 
 
 def test_hooks_registered_between_steps_are_called_however_parameters_are_stored() -> None:
-    for found in run_ranks(2, _of_all_ways, with_context=False):
-        assert {name: lines for name, lines in found.items() if lines} == {}
+    for problems in run_ranks(2, _of_all_ways, with_context=False):
+        assert {name: lines for name, lines in problems.items() if lines} == {}
 
 
 @pytest.mark.parametrize("precision", ["fp32", dict(params="bf16")], ids=["wide", "narrow"])

@@ -51,7 +51,7 @@ def loss_fn(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def train(rank: int, plan: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """By optimizer, full weights before and after."""
-    found = {}
+    states = {}
     for name, optimizer in OPTIMIZERS.items():
         train = dict(global_batch_size=BATCH, precision="fp64")
         config = dict(parallel=plan, optimizer=optimizer, train=train, device="cpu")
@@ -61,9 +61,9 @@ def train(rank: int, plan: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         first = engine.context.index("data") * size
         for step in range(STEPS):
             engine.train_step({"x": inputs(step)[first : first + size], "step": step})
-        found[name] = start, full_state_dict(engine.model, engine.context)
+        states[name] = start, full_state_dict(engine.model, engine.context)
         engine.close()
-    return found
+    return states
 
 
 @pytest.mark.rest("data 2", "zero 1", "1d 2")

@@ -128,10 +128,10 @@ def _train_all(rank: int, plan: dict[str, Any], names: list[str]) -> dict[str, A
     return {name: _train(rank, plan, lambda name=name: Penalized(name)) for name in names}
 
 
-def require_equal(found: Any, wanted: Any, name: str) -> None:
-    said = lambda words: f"{name}: {words}"  # noqa: E731
-    assert not isinstance(found, str), f"{name}: {found}"
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12, msg=said)
+def require_equal(results: Any, wanted: Any, name: str) -> None:
+    message = lambda words: f"{name}: {words}"  # noqa: E731
+    assert not isinstance(results, str), f"{name}: {results}"
+    torch.testing.assert_close(results, wanted, rtol=1e-10, atol=1e-12, msg=message)
 
 
 WHOLE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -146,20 +146,20 @@ WHOLE: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_penalty_is_weighted_by_the_count_or_refused(name: str) -> None:
     world, plan = WHOLE[name]
     alone = run_ranks(1, _train_all, {}, list(BY_COUNT), with_context=False)[0]
-    for found in run_ranks(world, _train_all, plan, list(PENALTIES), with_context=False):
+    for results in run_ranks(world, _train_all, plan, list(PENALTIES), with_context=False):
         for penalty in BY_COUNT:
-            require_equal(found[penalty], alone[penalty], penalty)
+            require_equal(results[penalty], alone[penalty], penalty)
         for penalty in BY_CALL:
-            told = found[penalty]
-            assert "the loss function reads 0.weight" in told, (penalty, told)
-            assert "does not grow with the samples" in told
-            assert "total + 0.01 * count * penalty" in told
-            assert "test_loss_functions.py:" in told
+            message = results[penalty]
+            assert "the loss function reads 0.weight" in message, (penalty, message)
+            assert "does not grow with the samples" in message
+            assert "total + 0.01 * count * penalty" in message
+            assert "test_loss_functions.py:" in message
 
 
 def test_one_process_counts_a_penalty_once() -> None:
-    for told in run_ranks(1, _train_all, {}, list(BY_CALL), with_context=False)[0].values():
-        assert not isinstance(told, str)
+    for result in run_ranks(1, _train_all, {}, list(BY_CALL), with_context=False)[0].values():
+        assert not isinstance(result, str)
 
 
 PARTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -179,14 +179,14 @@ def _train_parts(rank: int, plan: dict[str, Any], names: list[str]) -> dict[str,
 def test_a_weight_of_which_ranks_have_parts_is_refused(name: str) -> None:
     world, plan = PARTS[name]
     alone = run_ranks(1, _train_parts, {}, ["a temperature"], with_context=False)[0]["a temperature"]
-    for found in run_ranks(world, _train_parts, plan, list(PENALTIES), with_context=False):
-        for penalty, told in found.items():
+    for results in run_ranks(world, _train_parts, plan, list(PENALTIES), with_context=False):
+        for penalty, result in results.items():
             if penalty == "a temperature" and name != "zero 3":
-                require_equal(told, alone, penalty)
+                require_equal(result, alone, penalty)
             else:
-                assert isinstance(told, str), (penalty, told)
-                assert "0.weight" in told or "3.temperature" in told, (penalty, told)
-                assert "of which this rank holds" in told or "has a part" in told, (penalty, told)
+                assert isinstance(result, str), (penalty, result)
+                assert "0.weight" in result or "3.temperature" in result, (penalty, result)
+                assert "of which this rank holds" in result or "has a part" in result, (penalty, result)
 
 
 @pytest.mark.parametrize("penalty", but(PENALTIES.keys() - {"l2", "a temperature"}, PENALTIES))

@@ -28,12 +28,12 @@ def rates(steps: int = STEPS, train: dict[str, Any] | None = None, **schedule: A
 
 def theirs(make: Any, *args: Any, steps: int = STEPS, **options: Any) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK, momentum=0.9)
-    schedule, found = make(optimizer, *args, **options), []
+    schedule, learning_rates = make(optimizer, *args, **options), []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        learning_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return learning_rates
 
 
 def assert_same(mine: list[float], other: list[float], since: int = 0) -> None:
@@ -121,8 +121,8 @@ def _of_the_place(progress: float, min_ratio: float, step: int, schedule_steps: 
 
 def test_a_function_gets_what_it_names_of_its_place() -> None:
     assert rates(type=_of_the_place, share=0.5) == pytest.approx([PEAK * step / STEPS / 2 for step in range(STEPS)])
-    given = rates(type=_of_the_place, step=10, share=1.0)  # an option of one's own by that name
-    assert given == pytest.approx([PEAK / 5] * STEPS)
+    learning_rates = rates(type=_of_the_place, step=10, share=1.0)  # an option of one's own by that name
+    assert learning_rates == pytest.approx([PEAK / 5] * STEPS)
 
 
 # -- schedulers of torch ----------------------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def test_what_a_schedule_cannot_do_is_told(schedule: dict[str, Any], words: str)
 
 
 def test_the_warm_up_counts_as_steps_of_the_run() -> None:
-    found = rates(steps=20, type="multistep", milestones=[10], gamma=0.5, warmup_steps=4)
-    assert [step for step in range(1, 20) if found[step] < found[step - 1]] == [10]
-    assert math.isclose(max(found), PEAK)
+    learning_rates = rates(steps=20, type="multistep", milestones=[10], gamma=0.5, warmup_steps=4)
+    assert [step for step in range(1, 20) if learning_rates[step] < learning_rates[step - 1]] == [10]
+    assert math.isclose(max(learning_rates), PEAK)
 
 
 def test_the_configs_of_the_page_are_right() -> None:

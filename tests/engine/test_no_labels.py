@@ -75,9 +75,9 @@ def test_a_step_without_labels_changes_nothing(name: str) -> None:
     results = run_ranks(world, _train, config_of(parallel, STEPS, precision, **more), with_context=False)
     for numbers, _ in results:
         assert numbers == results[0][0]
-    told = [line for _, lines in results for line in lines]
-    assert len(told) == 1
-    assert "step 2: no label counts" in told[0]
+    messages = [line for _, lines in results for line in lines]
+    assert len(messages) == 1
+    assert "step 2: no label counts" in messages[0]
 
 
 class Classifier(nn.Module):

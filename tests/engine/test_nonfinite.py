@@ -57,11 +57,11 @@ class Faulty:
 
     def state(self) -> dict[str, Tensor]:
         """Weights of the whole model, and the optimizer's state of this rank."""
-        found = full_state_dict(self.engine.model, self.engine.context)
+        tensors = full_state_dict(self.engine.model, self.engine.context)
         for number, param in enumerate(self.engine.model.parameters()):
             for key, value in self.engine.optimizer.state.get(param, {}).items():
-                found[f"{number}.{key}"] = torch.as_tensor(value)
-        return {name: value.detach().clone() for name, value in found.items()}
+                tensors[f"{number}.{key}"] = torch.as_tensor(value)
+        return {name: value.detach().clone() for name, value in tensors.items()}
 
     def leave_out_update(self) -> Callable[[], None]:
         """Have the strategy update nothing. Returns what undoes that."""
@@ -136,11 +136,11 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place]]] = {
 @pytest.mark.parametrize("name", but(("1d", "zb-h1"), CASES))
 def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places = CASES[name]
-    found = run_ranks(world, _skip_and_raise, parallel, kind, places, with_context=False)
+    results = run_ranks(world, _skip_and_raise, parallel, kind, places, with_context=False)
     what = f"step 2: the gradient of {', '.join(name for _, name in places)} is not finite, the loss is finite"
-    assert found[0][0] == [f"{what}: the step is skipped (1 in a row, train.max_skips = 10)"]
-    assert not any(lines for lines, _ in found[1:])
-    (words,) = {words for _, words in found}
+    assert results[0][0] == [f"{what}: the step is skipped (1 in a row, train.max_skips = 10)"]
+    assert not any(lines for lines, _ in results[1:])
+    (words,) = {words for _, words in results}
     assert words.startswith(f"{what}. The step changed nothing. train.on_nonfinite")
 
 
@@ -232,8 +232,8 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
         results += [faulty.step(2), faulty.step(3, bad)]  # the last of train.steps is waited for
     assert [result.skipped for result in results] == [False, True, False, True]
     assert [result.num_skipped for result in results] == [0, 1, 1, 2]
-    told = "the gradient of blocks.0.mlp.up.bias is not finite, the loss is finite: the step is skipped (1 in a row"
-    assert [line[: 8 + len(told)] for line in messages.lines] == [f"step 2: {told}", f"step 4: {told}"]
+    message = "the gradient of blocks.0.mlp.up.bias is not finite, the loss is finite: the step is skipped (1 in a row"
+    assert [line[: 8 + len(message)] for line in messages.lines] == [f"step 2: {message}", f"step 4: {message}"]
 
 
 BIAS = "blocks.0.mlp.up.bias"
@@ -254,7 +254,7 @@ def _loop(rank: int, is_late: bool, folder: Path, name: str) -> tuple[list[int],
     """A loop that catches what is raised and goes on: the steps that were told of, what was saved, and the end."""
     _, parallel, bad, train, saves = LOOPS[name]
     config = settings(parallel, **train) | dict(checkpoint=dict(dir=str(folder), every=1, background=False))
-    faulty, told = Faulty(config), []
+    faulty, steps = Faulty(config), []
     engine = faulty.engine
     if is_late:
         late(faulty)
@@ -268,11 +268,11 @@ def _loop(rank: int, is_late: bool, folder: Path, name: str) -> tuple[list[int],
                 train_state = engine.run.gradient_watch.state_dict()
                 saved.append((engine.completed_steps, train_state))
         except NonFiniteGradients as error:
-            told.append(error.step)
+            steps.append(error.step)
     assert engine.completed_steps == STEPS
     state = faulty.state() | {"skipped": torch.as_tensor(engine.run.gradient_watch.state_dict()["num_skipped"])}
     engine.close()
-    return told, saved, state
+    return steps, saved, state
 
 
 @pytest.mark.rest("pipeline", "too many", "saved, skipped", "the last")
@@ -299,8 +299,8 @@ def test_a_fused_optimizer_leaves_a_step_out_by_itself(make: Callable[..., torch
     param.grad = torch.ones(5)
     optimizer.step()
     before = {key: value.clone() for key, value in [("param", param.detach()), *optimizer.state[param].items()]}
-    for found, changes in ((True, False), (False, True)):
-        with _skipped_where(optimizer, torch.tensor(found)):
+    for is_infinite, changes in ((True, False), (False, True)):
+        with _skipped_where(optimizer, torch.tensor(is_infinite)):
             optimizer.step()
         after = {"param": param.detach(), **optimizer.state[param]}
         assert all(torch.equal(after[key], value) is not changes for key, value in before.items())

@@ -82,8 +82,8 @@ def test_layers_have_the_learning_rates_of_beit() -> None:
     assert lines[0][0] == "*.bias"
     assert lines[1][:2] == ["before", "blocks.0"]
     assert lines[-1][:2] == ["after", "blocks.2"]
-    held = {name: param.numel() for name, param in model.named_parameters() if name.startswith("blocks.1.")}
-    assert f"blocks.1 {len(held)} parameters {sum(held.values())} elements lr_scale = 0.36" in [
+    sizes = {name: param.numel() for name, param in model.named_parameters() if name.startswith("blocks.1.")}
+    assert f"blocks.1 {len(sizes)} parameters {sum(sizes.values())} elements lr_scale = 0.36" in [
         " ".join(line) for line in lines
     ]
 
@@ -173,17 +173,17 @@ def rates(engine: Any) -> list[tuple[float, float, float]]:
 def test_a_run_goes_on_with_its_groups_under_another_plan(tmp_path: Path) -> None:
     path = saved(tmp_path, world=2, parallel=dict(data=2, zero=3), optimizer=RULED)
     wanted = [(1e-2, 0.01, 0.9), (1e-2, 0.0, 0.9), (5e-3, 0.01, 0.8), (5e-3, 0.0, 0.8)]
-    for seen, told, refused in load(
+    for seen, warning, refused in load(
         path, settings(tmp_path / "two", dict(tensor=2), optimizer=RULED, train=dict(steps=4)), rates, world=2
     ):
         assert not refused
-        assert not told
+        assert not warning
         assert seen == [pytest.approx(group) for group in wanted]
     one_rule = dict(lr=1e-2, groups=RULED["groups"][:1])  # type: ignore[index]
     other = dict(lr=1e-2, groups=[RULED["groups"][0], dict(match="down.*", lr_scale=0.25, betas=(0.8, 0.9))])  # type: ignore[index]
     for section, words in ((other, "lr was 0.005 and is 0.0025"), (one_rule, "4 groups of parameters, this run has 2")):
-        ((_, (told,), _),) = load(path, settings(tmp_path / "one", optimizer=section, train=dict(steps=4)), rates)
-        assert words in told
+        ((_, (warning,), _),) = load(path, settings(tmp_path / "one", optimizer=section, train=dict(steps=4)), rates)
+        assert words in warning
 
 
 def words(rank: int) -> list[dict[str, Any]]:
@@ -195,12 +195,12 @@ def words(rank: int) -> list[dict[str, Any]]:
     )  # fmt: skip
     engine = colossus.initialize(config, model=Words, loss_fn=words_loss)
     engine.train_step(own_part(batch_of_words(0), engine))
-    found = [
+    lines = [
         {key: value for key, value in group.items() if key in ("name", "lr", "row_rule")} | {"n": len(group["params"])}
         for group in engine.optimizer.param_groups
     ]
     engine.close()
-    return found
+    return lines
 
 
 def test_tables_and_frozen_parameters_of_a_pipeline() -> None:

@@ -115,11 +115,11 @@ class Needy(nn.Module):
         self.first.rotation = torch.eye(WIDTH)
 
     def pipeline_blocks(self) -> list[Any]:
-        held = self.first.weight
+        weight = self.first.weight
         uses = {
             "bias": lambda x: F.linear(x, self.second.weight, self.first.bias),
             "buffer": lambda x: self.second(x) * self.first.mask,
-            "closure": lambda x: F.linear(self.second(x), held),
+            "closure": lambda x: F.linear(self.second(x), weight),
             "attribute": lambda x: self.second(x) @ self.first.rotation,
         }
         return [self.first, PipelineBlock(uses[self.what], self.second)]

@@ -124,16 +124,16 @@ def _as_torch_does(rank: int, precision: Any) -> tuple[list[float], list[float],
         twin.zero_grad()
         wanted.append((total.double() / count).item())
     stored = full_state_dict(engine.model, engine.context)
-    found = [f"{name} is stored in {value.dtype}" for name, value in stored.items() if value.dtype != torch.float32]
-    return mine, wanted, found + [name for name, value in copies.items() if not torch.equal(stored[name], value)]
+    problems = [f"{name} is stored in {value.dtype}" for name, value in stored.items() if value.dtype != torch.float32]
+    return mine, wanted, problems + [name for name, value in copies.items() if not torch.equal(stored[name], value)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", NARROW], ids=["bf16", "narrow"])
 def test_a_plain_model_is_that_of_torch_autocast(precision: Any) -> None:
     """Narrow parameters are copies of what the optimizer updates."""
-    ((mine, wanted, found),) = run_ranks(1, _as_torch_does, precision, with_context=False)
+    ((mine, wanted, problems),) = run_ranks(1, _as_torch_does, precision, with_context=False)
     assert mine == wanted
-    assert found == []
+    assert problems == []
 
 
 @pytest.mark.rest("zero 3 x 1d")
@@ -250,8 +250,10 @@ def bytes_of(counted: Counted, operation: str, axes: str, dtype: torch.dtype | N
 def test_weights_travel_in_half_the_bytes() -> None:
     """On the axis on which nothing but weights is gathered, and their gradients are reduce-scattered."""
     plan = dict(tensor=dict(mode="3d", shape=(2, 1, 2)))
-    configs = [settings(each, plan, {}) for each in ("fp32", "bf16", dict(compute="bf16", reduce="bf16"))]
-    wide, narrow, reduced = run_ranks(4, lambda rank: [_count(rank, each) for each in configs], with_context=False)[0]
+    configs = [settings(precision, plan, {}) for precision in ("fp32", "bf16", dict(compute="bf16", reduce="bf16"))]
+    wide, narrow, reduced = run_ranks(
+        4, lambda rank: [_count(rank, precision) for precision in configs], with_context=False
+    )[0]
     assert bytes_of(narrow, "all_gather", "i") == bytes_of(wide, "all_gather", "i") / 2 > 0
     assert bytes_of(narrow, "all_gather", "i", torch.float32) == 0
     assert bytes_of(narrow, "reduce_scatter", "i") == bytes_of(wide, "reduce_scatter", "i") > 0

@@ -41,24 +41,24 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    made = {}
+    by_name = {}
     for name, plan in PLANS.items():
         schedule = dict(schedule=dict(type="1f1b", microbatches=2)) if "pipeline" in plan else {}
-        made[name] = config_of(plan, 2, "fp32", **schedule)
-    made["selective"] = config_of(dict(tensor=4), 2, "bf16", train=dict(activation_checkpoint="selective"))
-    return made
+        by_name[name] = config_of(plan, 2, "fp32", **schedule)
+    by_name["selective"] = config_of(dict(tensor=4), 2, "bf16", train=dict(activation_checkpoint="selective"))
+    return by_name
 
 
 #: of the plans, those that are run by default
 SHORT = ("zero 3", "pipeline")
 
 
-def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:
+def both_ways(rank: int, by_name: dict[str, dict[str, Any]]) -> list[str]:
     """Names of plans whose runs differ."""
-    plain = {name: train(rank, config, 2) for name, config in given.items()}
+    plain = {name: train(rank, config, 2) for name, config in by_name.items()}
     staged = on_host.pretend()
     different = []
-    for name, config in given.items():
+    for name, config in by_name.items():
         before = staged.copies
         trace = train(rank, config, 2)
         assert staged.copies > before, name
@@ -70,8 +70,8 @@ def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_through_the_host_is_the_same_to_the_bit(is_short: bool) -> None:
-    given = {name: config for name, config in configs().items() if (name in SHORT) is is_short}
-    assert run_ranks(4, both_ways, given, with_context=False) == [[]] * 4
+    by_name = {name: config for name, config in configs().items() if (name in SHORT) is is_short}
+    assert run_ranks(4, both_ways, by_name, with_context=False) == [[]] * 4
 
 
 COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast")
@@ -107,10 +107,10 @@ def watched(called: set[str], backend: str) -> None:
     links.dist = SimpleNamespace(isend=watch("isend"), irecv=watch("irecv"), Work=dist.Work)  # type: ignore[attr-defined]
 
 
-def on_fake_devices(rank: int, given: dict[str, dict[str, Any]], backend: str) -> set[str]:
+def on_fake_devices(rank: int, by_name: dict[str, dict[str, Any]], backend: str) -> set[str]:
     called: set[str] = set()
     watched(called, backend)
-    for config in given.values():
+    for config in by_name.values():
         engine = colossus.initialize({**config, "device": "cuda"})
         index, count = engine.context.index("data"), engine.context.size("data")
         part = BATCH // count
@@ -124,15 +124,15 @@ def on_fake_devices(rank: int, given: dict[str, dict[str, Any]], backend: str) -
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_backend_is_given_tensors_of_its_device_alone(backend: str) -> None:
-    given = configs()
+    by_name = configs()
     # not the ring: its attention is one operation for torch, and inside of it fake tensors have no device
-    others = {name: given[name] for name in ("2d", "zero 3", "ulysses")}
+    others = {name: by_name[name] for name in ("2d", "zero 3", "ulysses")}
     if backend == "nccl":
         others["offload"] = config_of(dict(data=2, zero=dict(stage=2, offload=True), tensor=2), 2, "fp16")
         others["average"] = config_of(dict(data=2, tensor=2, strategy=dict(type="local_sgd", period=1)), 2, "fp32")
     (called,) = run_fake_ranks(4, on_fake_devices, others, backend)
     assert called >= {"all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"}
-    pipeline = {**given["pipeline"], "parallel": dict(pipeline=2)}
+    pipeline = {**by_name["pipeline"], "parallel": dict(pipeline=2)}
     first, last = run_fake_ranks(2, on_fake_devices, {"pipeline": pipeline}, backend, ranks=(0, 1))
     assert first & last >= {"isend", "irecv"}
 

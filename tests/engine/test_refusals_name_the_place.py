@@ -115,16 +115,16 @@ def test_in_a_step(parallel: dict[str, Any]) -> None:
     marks = ["index"] if is_piped else ["index", "view", "plain", "torch", "hook", "raise", "recompute"]
 
     def body(rank: int) -> Any:
-        found = {}
+        messages = {}
         for mark in marks:
             engine = engine_of(mark, parallel)
-            found[mark] = told(lambda engine=engine: engine.train_step(torch.ones(4, 6, dtype=torch.float64)))
+            messages[mark] = told(lambda engine=engine: engine.train_step(torch.ones(4, 6, dtype=torch.float64)))
             engine.close()
-        return found
+        return messages
 
     results = run_ranks(4 if is_piped else 2, body, with_context=False)
-    for found in results[2:] if is_piped else results:
-        for mark, words in found.items():
+    for messages in results[2:] if is_piped else results:
+        for mark, words in messages.items():
             expected = place(mark, "blocks.1", "Checkpointed" if mark == "recompute" else "Pair")
             if mark == "torch":
                 expected = place(mark, "blocks.1.plain", "Linear")

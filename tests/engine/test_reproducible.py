@@ -19,9 +19,9 @@ LLAMA: dict[str, Any] = dict(type="Llama", **SIZES | dict(num_kv_heads=4), activ
 
 
 def config(plan: dict[str, Any], model: dict[str, Any], precision: str, steps: int, **more: Any) -> dict[str, Any]:
-    made = config_of(plan, steps, precision, **more)
-    made["train"]["reproducible"] = "plan"
-    return made | {"model": model}
+    settings = config_of(plan, steps, precision, **more)
+    settings["train"]["reproducible"] = "plan"
+    return settings | {"model": model}
 
 
 def assert_same_bits(trace: Trace, reference: Trace) -> None:
@@ -73,8 +73,8 @@ def test_ten_plans_over_twenty_steps(model: dict[str, Any], precision: str) -> N
 @pytest.mark.long
 def test_a_run_that_is_resumed_under_other_plans(tmp_path: Any) -> None:
     def train(rank: int, plan: dict[str, Any], first: int, last: int) -> list[float]:
-        made = config(plan, GPT, "bf16", 9, checkpoint=dict(dir=str(tmp_path), every=3, resume="auto"))
-        engine = colossus.initialize(made)
+        settings = config(plan, GPT, "bf16", 9, checkpoint=dict(dir=str(tmp_path), every=3, resume="auto"))
+        engine = colossus.initialize(settings)
         engine.checkpoints.resume()
         assert engine.completed_steps == first
         part = 8 // engine.context.size("data")
@@ -107,9 +107,9 @@ class WithTorchsDropout(nn.Module):
 
 def test_a_model_in_plain_torch_over_data() -> None:
     def train(rank: int, plan: dict[str, Any]) -> list[float]:
-        made = config(plan, GPT, "fp32", 3)
-        del made["model"]
-        engine = colossus.initialize(made, WithTorchsDropout)
+        settings = config(plan, GPT, "fp32", 3)
+        del settings["model"]
+        engine = colossus.initialize(settings, WithTorchsDropout)
         part = 8 // engine.context.size("data")
         begin = engine.context.index("data") * part
         sizes = SIZES | dict(seq_len=64)
@@ -140,13 +140,13 @@ def test_a_model_in_plain_torch_over_data() -> None:
     ],
 )
 def test_what_is_refused(sections: dict[str, Any], message: str) -> None:
-    made = config_of({}, 2, "fp32", **sections)
-    made["train"]["reproducible"] = "plan"
+    settings = config_of({}, 2, "fp32", **sections)
+    settings["train"]["reproducible"] = "plan"
     with pytest.raises(ConfigError, match="train.reproducible = 'plan' does not support " + message):
-        load_config(made)
+        load_config(settings)
 
 
 def test_sizes_whose_tiles_do_not_divide_are_refused() -> None:
-    made = config(dict(tensor=2), GPT | dict(vocab_size=53), "fp32", 1)
+    settings = config(dict(tensor=2), GPT | dict(vocab_size=53), "fp32", 1)
     with pytest.raises(RankError, match="a vocabulary of size 53 over 2 tensor ranks"):
-        run_plan(2, made, 1)
+        run_plan(2, settings, 1)

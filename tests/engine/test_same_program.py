@@ -122,10 +122,10 @@ REFUSED: dict[str, tuple[int, dict[str, Any], Callable[[], nn.Module], str]] = {
 def _require_refusal(name: str, has_headers: bool) -> None:
     world, parallel, make, parameter = REFUSED[name]
     results = run_ranks(world, _train, parallel, make, 1, has_headers, with_context=False)
-    assert all(isinstance(told, str) and told.endswith("after 0 steps") for told in results), results
+    assert all(isinstance(message, str) and message.endswith("after 0 steps") for message in results), results
     # a rank may meet the end of another before it has read what that one sent
-    words = [told for told in results if "the ranks do not run the same program" in told]
-    assert any(parameter in told for told in words), results
+    words = [message for message in results if "the ranks do not run the same program" in message]
+    assert any(parameter in message for message in words), results
 
 
 @pytest.mark.parametrize("name", but(("zero 3, each sample", "3d", "batch norm"), REFUSED))

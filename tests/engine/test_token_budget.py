@@ -94,10 +94,13 @@ def test_each_sample_is_in_one_microbatch_that_fits(
         assert tokens >= max(own[places].tolist(), default=1)
         assert rows - len(places) < ways or not len(places)
     # no microbatch more than a step needs: the longest samples that are left, as many as fit
-    left, needed = sorted(lengths, reverse=True), 0
-    while left:
-        longest = -(-left[0] // multiple) * multiple
-        left, needed = left[max(n for n in range(ways, 999, ways) if n * longest <= budget.tokens) :], needed + 1
+    remaining, needed = sorted(lengths, reverse=True), 0
+    while remaining:
+        longest = -(-remaining[0] // multiple) * multiple
+        remaining, needed = (
+            remaining[max(n for n in range(ways, 999, ways) if n * longest <= budget.tokens) :],
+            needed + 1,
+        )
     assert number == max(least, -(-needed // data))
 
 

@@ -53,5 +53,5 @@ def step_in(path: Path, num_ranks: int = 1) -> int:
 
 def latest_step(root: Path, num_ranks: int = 1) -> int:
     """The step where a run would go on, 0 where it would begin."""
-    found = folder.find_latest(root)
-    return step_in(found, num_ranks) if found is not None else 0
+    path = folder.find_latest(root)
+    return step_in(path, num_ranks) if path is not None else 0

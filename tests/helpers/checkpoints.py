@@ -27,7 +27,7 @@ def visit(
     rank: int, links: Sequence[tuple[dict[str, Any], Path | None]], batch_of: BatchOf, options: dict[str, Any]
 ) -> list[tuple[float, float]]:
     """Body of a rank: under each config load what the one before has saved, save it again, train a step, save."""
-    told = []
+    results = []
     for config, source in links:
         engine = colossus.initialize(config, **options)
         index, count = engine.context.index("data"), engine.context.size("data")
@@ -38,9 +38,9 @@ def visit(
         part = config["train"]["global_batch_size"] // count
         result = engine.train_step({key: value[index * part : (index + 1) * part] for key, value in batch.items()})
         engine.checkpoints.save(background=True).wait()
-        told.append((result.loss, result.grad_norm))
+        results.append((result.loss, result.grad_norm))
         engine.close()
-    return told
+    return results
 
 
 def run_chain(
@@ -54,12 +54,12 @@ def run_chain(
         (world, ({**config, "checkpoint": dict(dir=str(folder), keep_last=0)}, source))
         for (world, config), folder, source in zip(chain, folders, sources, strict=False)
     ]
-    told = []
+    results = []
     for world, same in itertools.groupby(links, lambda link: link[0]):
         ranks = run_ranks(world, visit, [link for _, link in same], batch_of, options, with_context=False)
-        assert all(each == ranks[0] for each in ranks), "ranks report different numbers"
-        told += ranks[0]
-    return told
+        assert all(result == ranks[0] for result in ranks), "ranks report different numbers"
+        results += ranks[0]
+    return results
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def prepare(chosen: list[Case], dtypes: list[torch.dtype]) -> None:
 
 
 def compare_all(context: ParallelContext, chosen: list[Case], dtypes: list[torch.dtype]) -> list[str]:
-    found = []
+    lines = []
     for case in chosen:
         for dtype in dtypes:
-            found += [f"{case.title}, {dtype}: {words}" for words in differences(context, case, dtype)]
-    return found
+            lines += [f"{case.title}, {dtype}: {words}" for words in differences(context, case, dtype)]
+    return lines

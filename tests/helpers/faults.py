@@ -124,22 +124,22 @@ def run(case: Case, folder: Path) -> Seen:
 
 def problems(case: Case, seen: Seen, *, timed: bool = True) -> list[str]:
     """What is not as expected, in words; on a busy machine the seconds say nothing."""
-    found = [f"left behind: {each}" for each in seen.left]
+    lines = [f"left behind: {name}" for name in seen.left]
     if seen.seconds is None:
-        return [*found, "never came to the fault"]
+        return [*lines, "never came to the fault"]
     most = MOST_SECONDS.get(case.kind)
     if timed and most is not None and seen.seconds > most:
-        found.append(f"took {seen.seconds:.1f} s, more than {most:g}")
+        lines.append(f"took {seen.seconds:.1f} s, more than {most:g}")
     codes = expected_codes(case)
     if not all(code in codes for code in seen.codes):
-        found.append(f"exit codes {seen.codes}, not of {sorted(codes)}")
+        lines.append(f"exit codes {seen.codes}, not of {sorted(codes)}")
     if case.kind in ("error", "hang") and not seen.named:
-        found.append(f"rank {CULPRIT} is not named")
+        lines.append(f"rank {CULPRIT} is not named")
     if "Traceback" in seen.text and case.kind in ("stop", "kill-launcher", "disk"):
-        found.append("a traceback")
+        lines.append("a traceback")
     if case.fault == "disk" and "done: 12 steps" not in seen.text:
-        found.append("did not train on")
-    return found
+        lines.append("did not train on")
+    return lines
 
 
 def expected_codes(case: Case) -> set[int]:
@@ -158,13 +158,13 @@ def leftovers(folder: Path) -> list[str]:
     """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
     folders for checkpoints in memory whose launcher ran here and has gone."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
-    found = [f"process {pid}" for pid in processes_of(folder)]
-    found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
-    found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
-    found += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if _is_left(path, folder)]
+    names = [f"process {pid}" for pid in processes_of(folder)]
+    names += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
+    names += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
+    names += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if _is_left(path, folder)]
     sockets = Path("/proc/net/unix").read_text().split()
-    found += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
-    return found
+    names += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
+    return names
 
 
 def _is_left(memory: Path, folder: Path) -> bool:

@@ -31,8 +31,8 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in FOREIGN and not key.startswith("SLURM")}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    variables = {key: value for key, value in os.environ.items() if key not in FOREIGN and not key.startswith("SLURM")}
+    return {**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 def start(

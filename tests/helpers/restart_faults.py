@@ -165,39 +165,39 @@ def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
     fault = FAULTS[case.fault]
     ended = launch(case.plan, folder, "--max-restarts", "3", *fault.keys, TROUBLES=fault.troubles, **fault.variables)
     text = "".join(out + err for _, out, err in ended)
-    found = [f"left behind: {each}" for each in leftovers(folder)]
+    problems = [f"left behind: {name}" for name in leftovers(folder)]
     last_trouble = fault.troubles.rpartition(" ")[2].partition("@")[0]
     if last_trouble in _ENDS:
         if any(code != _ENDS[last_trouble] for code, _, _ in ended):
-            return [*found, f"exit codes {[code for code, _, _ in ended]}, not {_ENDS[last_trouble]}", text]
+            return [*problems, f"exit codes {[code for code, _, _ in ended]}, not {_ENDS[last_trouble]}", text]
         ended = launch(case.plan, folder, "--max-restarts", "3", "--resume", *fault.keys)
         text += "".join(out + err for _, out, err in ended)
-        found += [f"left behind: {each}" for each in leftovers(folder)]
+        problems += [f"left behind: {name}" for name in leftovers(folder)]
     if any(code for code, _, _ in ended):
-        return [*found, f"exit codes {[code for code, _, _ in ended]}", text]
+        return [*problems, f"exit codes {[code for code, _, _ in ended]}", text]
     rows = restarts_of(folder)
     # an attempt that ends before its first step may leave it open from where it would have gone on
     begins = [row.get("from_step", wanted) for row, wanted in zip(rows, fault.begins, strict=False)]
     if begins != [*fault.begins]:
-        found.append(f"went on behind steps {[row.get('from_step') for row in rows]}, not {fault.begins}")
+        problems.append(f"went on behind steps {[row.get('from_step') for row in rows]}, not {fault.begins}")
     # a server may be the first that tells that a worker has gone
     in_words = _without_step if case.plan in ("sgp", "local_sgd") else str
     if rows and case.plan not in ("server", "async") and in_words(fault.cause) not in in_words(rows[0]["cause"]):
-        found.append(f"the cause is said to be {rows[0]['cause']!r}, not {fault.cause!r}")
+        problems.append(f"the cause is said to be {rows[0]['cause']!r}, not {fault.cause!r}")
     if [row["restart"] for row in rows] != [*range(1, len(rows) + 1)]:
-        found.append(f"restarts {[row['restart'] for row in rows]}")
+        problems.append(f"restarts {[row['restart'] for row in rows]}")
     if case.plan in INEXACT:
         if [step for step, *_ in numbers(folder)] != [step for step, *_ in numbers(undisturbed)]:
-            found.append(f"steps are {[step for step, *_ in numbers(folder)]}")
+            problems.append(f"steps are {[step for step, *_ in numbers(folder)]}")
         if not all(math.isfinite(number) for row in numbers(folder) for number in row if number is not None):
-            found.append(f"metrics are not finite: {numbers(folder)}")
+            problems.append(f"metrics are not finite: {numbers(folder)}")
     else:
         if numbers(folder) != numbers(undisturbed):
-            found.append(f"metrics are {numbers(folder)}, not {numbers(undisturbed)}")
+            problems.append(f"metrics are {numbers(folder)}, not {numbers(undisturbed)}")
         if saved(folder) != saved(undisturbed):
-            found.append("the last checkpoint differs from that of the undisturbed run")
+            problems.append("the last checkpoint differs from that of the undisturbed run")
     run_folder.take(folder / "run", None).close()
-    return [*found, text] if found else []
+    return [*problems, text] if problems else []
 
 
 def _without_step(cause: str) -> str:

@@ -92,7 +92,7 @@ def own_part(batch: tuple[Tensor, Tensor], engine: Any) -> tuple[Tensor, ...]:
     """Of a data rank."""
     index, count = engine.context.index("data"), engine.context.size("data")
     share = SAMPLES // count
-    return tuple(each[index * share : (index + 1) * share].to(engine.device) for each in batch)
+    return tuple(tensor[index * share : (index + 1) * share].to(engine.device) for tensor in batch)
 
 
 class Run:
@@ -128,9 +128,9 @@ def train(
 
 def gathered_state(engine: Any) -> dict[str, dict[str, Tensor]]:
     """What the optimizer keeps for each parameter of this rank's stage, of full shape."""
-    found: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, dict[str, Tensor]] = {}
     for logical in logical_parameters(engine.model):
-        of_param = found.setdefault(logical.name, {})
+        of_param = state.setdefault(logical.name, {})
         for key, value in engine.optimizer.state.get(logical.parameter, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 of_param[key] = torch.as_tensor(float(value))
@@ -139,7 +139,7 @@ def gathered_state(engine: Any) -> dict[str, dict[str, Tensor]]:
             layout = replace(logical.layout, dims=(logical.layout.dims[0], ())) if by_row else logical.layout
             shape = (logical.shape[0], 1) if by_row else logical.shape
             of_param[key] = gather(logical.local(value), layout, shape, engine.context, logical.intervals)
-    return found
+    return state
 
 
 # -- plain torch ----------------------------------------------------------------------------------------------------
@@ -247,14 +247,14 @@ def in_torch(rule: str, start: dict[str, Tensor], clip: float | None, steps: Seq
         run.norms.append(norm.item())
         run.weights.append({name: value.clone() for name, value in model.state_dict().items()})
     for name, param in named.items():
-        held = next((each.state[param] for each in optimizers if param in each.state), {})
-        run.state[name] = {key: torch.as_tensor(value) for key, value in held.items() if value is not None}
+        values = next((candidate.state[param] for candidate in optimizers if param in candidate.state), {})
+        run.state[name] = {key: torch.as_tensor(value) for key, value in values.items() if value is not None}
     with torch.no_grad():
         run.outputs = model(batch_of(0)[0])
     return run
 
 
-def assert_same(found: Run, expected: Run, case: str, outputs: Tensor | None = None) -> None:
+def assert_same(run: Run, expected: Run, case: str, outputs: Tensor | None = None) -> None:
     """To 1e-10, in every step."""
 
     def close(one: Tensor, other: Tensor, what: str) -> None:
@@ -263,16 +263,16 @@ def assert_same(found: Run, expected: Run, case: str, outputs: Tensor | None = N
         )
 
     for step in range(len(expected.losses)):
-        close(torch.tensor(found.losses[step]), torch.tensor(expected.losses[step]), f"loss of step {step}")
-        close(torch.tensor(found.norms[step]), torch.tensor(expected.norms[step]), f"norm of step {step}")
-        assert found.weights[step + 1].keys() == expected.weights[step + 1].keys()
+        close(torch.tensor(run.losses[step]), torch.tensor(expected.losses[step]), f"loss of step {step}")
+        close(torch.tensor(run.norms[step]), torch.tensor(expected.norms[step]), f"norm of step {step}")
+        assert run.weights[step + 1].keys() == expected.weights[step + 1].keys()
         for name, value in expected.weights[step + 1].items():
-            close(found.weights[step + 1][name], value, f"{name} after step {step}")
-    for name, entries in found.state.items():
+            close(run.weights[step + 1][name], value, f"{name} after step {step}")
+    for name, entries in run.state.items():
         if name in expected.state:
             wanted = expected.state[name]
             assert entries.keys() == wanted.keys(), (case, name, entries.keys(), wanted.keys())
             for key, value in wanted.items():
                 close(entries[key], value, f"{key} of {name}")
     if outputs is not None:
-        close(found.outputs, outputs, "outputs")
+        close(run.outputs, outputs, "outputs")

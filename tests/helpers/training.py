@@ -265,9 +265,11 @@ def assert_is_plain_torch(
         assert relative(trace.losses[step], (loss_sum / count).item()) < 1e-10
         assert relative(trace.norms[step], norm.item()) < 1e-10
         if step in (0, steps - 1):
-            held = trace.gradients[0 if step == 0 else 1]
+            gradients = trace.gradients[0 if step == 0 else 1]
             for name, parameter in twin.named_parameters():
-                torch.testing.assert_close(held[name], parameter.grad, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
+                torch.testing.assert_close(
+                    gradients[name], parameter.grad, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}"
+                )
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 20
         optimizer.step()
     for name, value in twin.state_dict().items():

@@ -106,9 +106,9 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
     source = make_folder(tmp_path / "source", GPT2, tensors)
     for to in ("hf", "colossus"):
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "fp16") == 2
-        told = capsys.readouterr().err
-        assert "key.bias" in told
-        assert "has numbers above 65504, the largest of float16: they would be infinity; use bf16" in told
+        message = capsys.readouterr().err
+        assert "key.bias" in message
+        assert "has numbers above 65504, the largest of float16: they would be infinity; use bf16" in message
         assert not (tmp_path / to).exists()
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
@@ -151,9 +151,9 @@ BESIDE = {
 
 def _tuned(rank: int, root: Path, companions: Path) -> None:
     sizes = dict(model=dict(type="hf", path=str(companions)), train=dict(steps=2, global_batch_size=2), device="cpu")
-    told = dict(parallel=dict(data=2), **sizes)
+    settings = dict(parallel=dict(data=2), **sizes)
     for resume in (None, "auto"):
-        engine = colossus.initialize({**told, "checkpoint": dict(dir=str(root / "run"), resume=resume)})
+        engine = colossus.initialize({**settings, "checkpoint": dict(dir=str(root / "run"), resume=resume)})
         assert (engine.checkpoints.resume() is not None) == (resume is not None)
         ids = torch.arange(6).view(1, 6)
         engine.train_step({"inputs": ids, "labels": ids})
@@ -175,7 +175,7 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (1, [3, 4]), name
         assert "pad_token_id" not in config
-        assert {each: (tmp_path / name / each).read_bytes() for each in BESIDE} == BESIDE
+        assert {file: (tmp_path / name / file).read_bytes() for file in BESIDE} == BESIDE
         generation = json.loads((tmp_path / name / "generation_config.json").read_text())
         assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
 
@@ -200,7 +200,7 @@ def test_no_rank_holds_the_model_while_it_is_saved(tmp_path: Path) -> None:
 
 def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
     source = make_folder(tmp_path / "source", GPT2)
-    for words, code, said in (
+    for words, code, message in (
         ((tmp_path / "nowhere", tmp_path / "x", "--to", "hf"), 2, "there is no such folder"),
         ((source, tmp_path / "x"), 2, "the following arguments are required: --to"),
         ((source, tmp_path / "x", "--to", "onnx"), 2, "invalid choice: 'onnx'"),
@@ -214,7 +214,7 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
         ((source, source / "config.json" / "x", "--to", "hf"), 2, "cannot be written: Not a directory"),
     ):
         assert convert(*words) == code, words
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(data[:-1])
     assert convert(source, tmp_path / "x", "--to", "colossus") == 1
@@ -271,5 +271,5 @@ def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.
             engine.checkpoints.load("ours")
         return str(raised.value)
 
-    (told,) = run_ranks(1, load, with_context=False)
-    assert "ours has weights only, no optimizer and no place in the data" in told
+    (message,) = run_ranks(1, load, with_context=False)
+    assert "ours has weights only, no optimizer and no place in the data" in message

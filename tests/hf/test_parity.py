@@ -55,7 +55,7 @@ def config_of(path: Path, plan: dict[str, Any], precision: str = "fp64") -> dict
 
 def body(rank: int, folders: Path, plan: dict[str, Any], written: Path) -> dict[str, Any]:
     """Of each model: what it was, logits where one rank can ask for them, and some steps."""
-    found = {}
+    results = {}
     for kind in kinds_under(plan):
         engine = colossus.initialize(config_of(folders / kind, plan))
         loaded = full_state_dict(engine.model, engine.context, aliases=False)
@@ -76,15 +76,15 @@ def body(rank: int, folders: Path, plan: dict[str, Any], written: Path) -> dict[
             if not step:
                 gradients = full_state_dict(engine.model, engine.context, gradients=True)
         end = full_state_dict(engine.model, engine.context, aliases=False)
-        found[kind] = loaded, logits, losses, gradients, end
+        results[kind] = loaded, logits, losses, gradients, end
         engine.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def references(folders: Path) -> dict[str, Any]:
     """What transformers computes: the logits, loss and gradients of the first step, and weights after all."""
-    found = {}
+    results = {}
     for kind in CONFIGS:
         model = in_float64(make_model(kind))
         first = step_of(model, batch_for(kind), folders / kind)
@@ -93,8 +93,8 @@ def references(folders: Path) -> dict[str, Any]:
         for step in range(STEPS):
             losses.append(step_of(model, batch_for(kind, step), folders / kind).loss)
             optimizer.step()
-        found[kind] = first, losses, by_our_names(model.state_dict(), folders / kind)
-    return found
+        results[kind] = first, losses, by_our_names(model.state_dict(), folders / kind)
+    return results
 
 
 def gap(mine: Tensor, other: Tensor) -> float:
@@ -139,8 +139,8 @@ def assert_is_written(mine: Path, theirs: Path) -> None:
     assert all(torch.equal(here[name], value) for name, value in there.items())
     (architecture,) = json.loads((mine / "config.json").read_text())["architectures"]
     model_class = getattr(transformers, architecture)
-    model, told = model_class.from_pretrained(mine, **_LOADING, output_loading_info=True)
-    assert not any(told.values()), told
+    model, problems = model_class.from_pretrained(mine, **_LOADING, output_loading_info=True)
+    assert not any(problems.values()), problems
     original = model_class.from_pretrained(theirs, **_LOADING)
     assert model.dtype == original.dtype == torch.float64
     kind = theirs.name

@@ -70,8 +70,8 @@ def adapted(name: str, base: Path) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     _, kind, options = CASES[name]
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
-    made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    return made
+    peft_model: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return peft_model
 
 
 def train_and_save(
@@ -128,9 +128,12 @@ def check(folder: Path, names: list[str], world: int, plan: dict[str, Any]) -> N
         }
         theirs = folder / name / "theirs"
         twin.save_pretrained(theirs)  # type: ignore[operator]
-        said, mine = load_file(theirs / "adapter_model.safetensors"), load_file(written / "adapter_model.safetensors")
-        assert mine.keys() == said.keys(), name
-        for key, value in said.items():
+        reference, mine = (
+            load_file(theirs / "adapter_model.safetensors"),
+            load_file(written / "adapter_model.safetensors"),
+        )
+        assert mine.keys() == reference.keys(), name
+        for key, value in reference.items():
             torch.testing.assert_close(mine[key], value, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
         configs = [json.loads((path / "adapter_config.json").read_text()) for path in (written, theirs)]
         for config in configs:  # sets, in any order

@@ -92,7 +92,7 @@ def test_reading_needs_one_block_of_memory(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "wide", config, random_tensors(config, torch.bfloat16))
 
     def grown(rank: int) -> dict[str, int]:
-        found = {}
+        sizes = {}
         with HFReader(folder) as reader:
             for name, dtype in (("attention.qkv.key", torch.bfloat16), ("mlp.up", torch.float32)):
                 key = f"model/blocks.0.{name}.weight"
@@ -102,14 +102,14 @@ def test_reading_needs_one_block_of_memory(tmp_path: Path) -> None:
                     reader.read_box(f"model/blocks.1.{name}.weight", box, out)  # what is made once
                     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                     reader.read_box(key, box, out)
-                    found[f"{name}, {of}"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-                    found[f"{name}, {of}, itself"] = out.numel() * out.itemsize
-        return found
+                    sizes[f"{name}, {of}"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+                    sizes[f"{name}, {of}, itself"] = out.numel() * out.itemsize
+        return sizes
 
-    (found,) = run_ranks(1, grown, with_context=False)
-    assert found["mlp.up, all, itself"] == 4 * 1024 * 8192
-    for name, num_bytes in found.items():
-        assert num_bytes <= 1.5e6 or name.endswith("itself"), found
+    (memory,) = run_ranks(1, grown, with_context=False)
+    assert memory["mlp.up, all, itself"] == 4 * 1024 * 8192
+    for name, num_bytes in memory.items():
+        assert num_bytes <= 1.5e6 or name.endswith("itself"), memory
 
 
 def test_rope_as_both_versions_write_it(tmp_path: Path) -> None:
@@ -118,15 +118,15 @@ def test_rope_as_both_versions_write_it(tmp_path: Path) -> None:
     older = dict(rope_theta=500.0, rope_scaling=dict(type="llama3", **scaling))
     new = dict(rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **scaling))
     plain = dict(rope_theta=500.0, rope_scaling=None)
-    found = []
+    scalings = []
     for number, rope in enumerate((old, older, new, plain)):
         folder = read_folder(make_folder(tmp_path / str(number), {**LLAMA, **rope}))
         options = options_of(folder.manifest.config["model"])
         assert options.rotary_base == 500.0
-        found.append(options.rotary_scaling)
-    assert found[0] == found[1] == found[2] != found[3]
-    assert found[3] is None
-    assert found[0].keys == dict(scaling, rope_type="llama3")
+        scalings.append(options.rotary_scaling)
+    assert scalings[0] == scalings[1] == scalings[2] != scalings[3]
+    assert scalings[3] is None
+    assert scalings[0].keys == dict(scaling, rope_type="llama3")
 
 
 def test_old_files_have_more_and_less(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_old_files_have_more_and_less(tmp_path: Path) -> None:
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     read_folder(make_folder(tmp_path / "llama", LLAMA, {**random_tensors(LLAMA), **frequencies}))
     for other in (old, head):
-        found = read_state_dict(other)
-        assert found.keys() == whole.keys()
-        assert all(torch.equal(found[name], value) for name, value in whole.items())
+        state = read_state_dict(other)
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(state[name], value) for name, value in whole.items())
     assert whole["head.weight"] is whole["embedding.weight"]
 
 
@@ -154,18 +154,18 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
     folder = make_folder(tmp_path / "vit", VIT, tensors)
 
     def load(rank: int) -> list[str]:
-        told = []
+        messages = []
         train = dict(train=dict(steps=1, global_batch_size=2), device="cpu")
         config = dict(model=dict(type="hf", path=str(folder), num_classes=7), **train)
         with pytest.raises(CheckpointError) as raised:
             colossus.initialize(config)
-        told.append(str(raised.value))
+        messages.append(str(raised.value))
         engine = make_engine(load_config(config))
-        told.append(str(engine.checkpoints.load_weights(folder, strict=False)))
+        messages.append(str(engine.checkpoints.load_weights(folder, strict=False)))
         with pytest.raises(CheckpointError) as raised:
             engine.checkpoints.load(folder)
-        told.append(str(raised.value))
-        return told
+        messages.append(str(raised.value))
+        return messages
 
     ((strict, loaded, resumed),) = run_ranks(1, load, with_context=False)
     assert "checkpoint.weights: " in strict

@@ -77,9 +77,9 @@ def wanted(source: WeightSource) -> dict[str, Any]:
     pairs = []
     for context, continuation in PAIRS:
         text = (context or "\0") + continuation
-        known = len(context.rstrip() or "\0")
+        context_length = len(context.rstrip() or "\0")
         ids = [ord(letter) for letter in text]
-        scored = min(len(ids) - known, LENGTH)
+        scored = min(len(ids) - context_length, LENGTH)
         ids = ids[-LENGTH - 1 :]
         log_probs, targets = plain_log_probs(twin, ids[:-1])[-scored:], ids[-scored:]
         total = sum(log_probs[number, target].item() for number, target in enumerate(targets))

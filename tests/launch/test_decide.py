@@ -123,21 +123,21 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
 
 @pytest.mark.parametrize(("end", "decision"), ENDS, ids=[str(number) for number in range(len(ENDS))])
 def test_what_follows(end: AttemptEnd, decision: Restart | Stop, capsys: pytest.CaptureFixture[str]) -> None:
-    found = decide(end, [], RestartsSection(max=3), NOW)
+    decided = decide(end, [], RestartsSection(max=3), NOW)
     if isinstance(decision, Stop):
-        assert isinstance(found, Stop)
-        assert (found.code, found.reason[: len(decision.reason)]) == (decision.code, decision.reason)
+        assert isinstance(decided, Stop)
+        assert (decided.code, decided.reason[: len(decision.reason)]) == (decision.code, decision.reason)
     else:
-        assert found == decision
+        assert decided == decision
     if isinstance(decision, Restart) and not decision.count:
         assert decide(end, [], None, NOW) == decision, "nodes join and leave without being counted"
     else:
-        code = found.code if isinstance(found, Stop) else 1
+        code = decided.code if isinstance(decided, Stop) else 1
         assert decide(end, [], None, NOW) == Stop(code)
-    report(end, found, PLAIN, build_grid(PLAIN.parallel), 3)
-    said = "".join(capsys.readouterr())
-    assert bool(said) == (found != Stop(0))
-    assert ("restart 1 of 3: the ranks start again" in said) == (isinstance(found, Restart) and found.count == 1)
+    report(end, decided, PLAIN, build_grid(PLAIN.parallel), 3)
+    printed = "".join(capsys.readouterr())
+    assert bool(printed) == (decided != Stop(0))
+    assert ("restart 1 of 3: the ranks start again" in printed) == (isinstance(decided, Restart) and decided.count == 1)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_what_follows(end: AttemptEnd, decision: Restart | Stop, capsys: pytest.
 def test_what_follows_after_others(
     end: RankEnd, history: list[PastAttempt], limits: dict[str, Any], decision: int | Stop
 ) -> None:
-    found = decide(of(end), history, RestartsSection(**limits), NOW)
+    decided = decide(of(end), history, RestartsSection(**limits), NOW)
     if isinstance(decision, Stop):
-        assert isinstance(found, Stop)
-        assert (found.code, found.reason[: len(decision.reason)]) == (decision.code, decision.reason)
+        assert isinstance(decided, Stop)
+        assert (decided.code, decided.reason[: len(decision.reason)]) == (decision.code, decision.reason)
     else:
-        assert isinstance(found, Restart)
-        assert found.count == decision
+        assert isinstance(decided, Restart)
+        assert decided.count == decision

@@ -59,8 +59,8 @@ def test_own_errors_come_first_by_time() -> None:
     stopped = record(0, OSError("a loader's process is gone"), after_signal=15)
     assert failed([stopped, record(1, ValueError("boom"), time=9e9)])[0].rank == 1
     ends = [exited(1, rank=1), exited(-signal.SIGKILL, after_stop=True, rank=2), exited(143, after_stop=True, rank=3)]
-    found = failed([*ends, record(0, ValueError("boom"), code=1)])
-    assert [(end.rank, end.cause) for end in found] == [(0, "error"), (1, "death"), (2, "stuck")]
+    ends_of_ranks = failed([*ends, record(0, ValueError("boom"), code=1)])
+    assert [(end.rank, end.cause) for end in ends_of_ranks] == [(0, "error"), (1, "death"), (2, "stuck")]
 
 
 @given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
@@ -159,8 +159,8 @@ def test_a_rank_without_a_record_is_named_from_its_exit_code(ended: RankEnd, wor
     records = [record(rank, PeerGone(PEER)) for rank in (0, 1, 3)]
     ended = replace(ended, rank=2)
     text = block(failed([*records, ended]), GRID)
-    for each in ["run failed: rank 2 near step 3", "ranks 0, 1, 3 stopped because", *words]:
-        assert each in text
+    for line in ["run failed: rank 2 near step 3", "ranks 0, 1, 3 stopped because", *words]:
+        assert line in text
     assert "run failed: rank 2 =" in block([ended], GRID)
 
 
@@ -186,8 +186,10 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
     text = block([record(9, ValueError("x"), step=None)], RankGrid({"data": 64}))
     assert "run failed: rank 9 before the first step" in text
     assert "ranks 0, 1, 2, 3, 4, 5, .. 63 stopped because rank 9 went away." in text
-    found = failed([record(0, PeerGone(PEER), time=2.0), record(1, PeerGone(PEER), time=1.0)])
-    assert "rank 1 (host host1; data 0, tensor 1) raised PeerGone; no rank failed by itself" in block(found, GRID)
+    ends_of_ranks = failed([record(0, PeerGone(PEER), time=2.0), record(1, PeerGone(PEER), time=1.0)])
+    assert "rank 1 (host host1; data 0, tensor 1) raised PeerGone; no rank failed by itself" in block(
+        ends_of_ranks, GRID
+    )
 
 
 # -- records --------------------------------------------------------------------------------------------------
@@ -249,8 +251,8 @@ CUDA = (
 
 
 def config_of(*overrides: str) -> Any:
-    given = {"parallel": {"data": 4}, "train": {"steps": 3, "global_batch_size": 24}}
-    return load_config(given, list(overrides))
+    sections = {"parallel": {"data": 4}, "train": {"steps": 3, "global_batch_size": 24}}
+    return load_config(sections, list(overrides))
 
 
 def test_advice_is_of_this_config_and_nothing_that_is_done_already() -> None:

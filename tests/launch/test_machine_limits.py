@@ -47,8 +47,8 @@ def test_few_open_files_are_a_rank_s_own_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine, "open_files", lambda: 48)
     for error in (native(RuntimeError(f"{GLOO}Too many open files")), OSError(errno.EMFILE, os.strerror(errno.EMFILE))):
         assert rank_failure.kind_of(error) == "error"
-        said = advice.advise(rank_failure.messages_of(error), CONFIG, 3, None)
-        assert said.startswith("a process may open 48 files here (ulimit -n), which are too few")
+        hint = advice.advise(rank_failure.messages_of(error), CONFIG, 3, None)
+        assert hint.startswith("a process may open 48 files here (ulimit -n), which are too few")
     assert rank_failure.kind_of(native(RuntimeError(f"{GLOO}Connection closed by peer"))) == "communication"
     assert advice.advise(["ValueError: of the user"], CONFIG, 3, None) == ""
     assert 'if it says "Too many open files" above: a process may open 48 files' in describe_death(-6)
@@ -69,11 +69,11 @@ def test_a_launch_raises_the_soft_limit_of_open_files(monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 def test_a_run_under_a_limit_of_open_files(tmp_path: Path) -> None:
-    code, said = limited("ulimit -n 24", tmp_path=tmp_path)
+    code, err = limited("ulimit -n 24", tmp_path=tmp_path)
     assert code == 1
-    assert "a process may open 24 files here (ulimit -n), which are too few" in said
-    code, said = limited("ulimit -Sn 24", "--run-dir", "other", tmp_path=tmp_path)
-    assert code == 0, said
+    assert "a process may open 24 files here (ulimit -n), which are too few" in err
+    code, err = limited("ulimit -Sn 24", "--run-dir", "other", tmp_path=tmp_path)
+    assert code == 0, err
 
 
 # -- disks ----------------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_a_run_on_a_disk_that_is_full(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     fill = "mount -t tmpfs -o size=64k none run && dd if=/dev/zero of=run/fill bs=1k count={} 2>/dev/null; true"
     for kilobytes in (64, 60, 8):
-        code, said = limited(fill.format(kilobytes), tmp_path=tmp_path, namespaces="-m")
-        assert (code, said) == (
+        code, err = limited(fill.format(kilobytes), tmp_path=tmp_path, namespaces="-m")
+        assert (code, err) == (
             2,
             "colossus: run folder run: cannot be written to: No space left on device: less than 1 MB is left; make "
             "room, or give another folder\n",
@@ -184,12 +184,12 @@ def test_a_run_with_little_shared_memory(size: str, tmp_path: Path) -> None:
         "class _Wide(_Model):\n    def forward(self, inputs): return super().forward(inputs[:, :4])\n"
         "data = dict(type=_Large, num_workers=1)\nmodel = dict(type=_Wide)\n"
     )
-    code, said = limited(
+    code, err = limited(
         f"mount -t tmpfs -o size={size} none /dev/shm && set -- {sys.executable} -m colossus launch large.py",
         tmp_path=tmp_path, namespaces="-m",
     )  # fmt: skip
     assert code == 1
-    assert "data.num_workers = 1: workers send batches through /dev/shm, which is too small" in said
+    assert "data.num_workers = 1: workers send batches through /dev/shm, which is too small" in err
 
 
 # -- the loopback ---------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_an_address_that_is_not_this_machine_s_is_not_reached() -> None:
 
 @pytest.mark.long
 def test_a_loopback_that_is_down_ends_the_launch_at_once(tmp_path: Path) -> None:
-    code, said = limited("true", tmp_path=tmp_path, namespaces="-n")
+    code, err = limited("true", tmp_path=tmp_path, namespaces="-n")
     assert code == 1
-    assert said == (
+    assert err == (
         "colossus: the processes could not be started: this machine does not reach its own address 127.0.0.1: is its "
         "interface down? (`ip link set lo up`, of the loopback)\n"
     )

@@ -32,9 +32,9 @@ def begun(number: int, what: str = "all_reduce [4x8 bfloat16]", axes: str = ALL,
 def missing(*of_ranks: list[Begun] | None) -> list[str]:
     """Of ranks that have begun these; None: one that has left no record."""
     records = [
-        RankEnd(rank, kind="communication", message="timeout", progress=each)
-        for rank, each in enumerate(of_ranks)
-        if each is not None
+        RankEnd(rank, kind="communication", message="timeout", progress=progress)
+        for rank, progress in enumerate(of_ranks)
+        if progress is not None
     ]
     return who_is_missing(None, records, GRID)
 
@@ -78,8 +78,8 @@ def _one_stays_away(context: ParallelContext) -> RankEnd:
 
 def test_of_real_groups() -> None:
     records = run_ranks(4, _one_stays_away, plan=GRID)
-    told = [RankEnd(**json.loads(json.dumps(vars(record)))) for record in records]
-    (line,) = who_is_missing(None, told, GRID)
+    ends = [RankEnd(**json.loads(json.dumps(vars(record)))) for record in records]
+    (line,) = who_is_missing(None, ends, GRID)
     assert line.startswith("rank 1 waits in #3 all_reduce of rank 1 [7 float32] at")
     assert "tests/launch/test_recordings.py:" in line
     assert "over data; rank 3 did not come to it, the last there: #2 all_reduce [3x5 float32] at" in line

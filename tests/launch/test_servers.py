@@ -117,10 +117,10 @@ def test_where_servers_are_in_words() -> None:
 
 
 def test_how_a_node_has_ended_is_the_same_on_the_others() -> None:
-    told = TypeAdapter(NodeEnd)
+    adapter = TypeAdapter(NodeEnd)
     rank = RankEnd(3, 1, kind="error", progress=[("data", 1, "all_reduce", "model.py:3", True)], time=7.25)
     mine = AttemptEnd({3: rank}, None, "server 2 (host a, process 5) was killed", folder=Path("run"))
-    end = told.validate_json(told.dump_json(mine))
+    end = adapter.validate_json(adapter.dump_json(mine))
     assert (end.server, end.is_good, type(end)) == (mine.server, False, NodeEnd)
     assert (end.ranks[3].error, end.ranks[3].progress) == (rank.error, [["data", 1, "all_reduce", "model.py:3", True]])
 

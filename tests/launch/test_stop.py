@@ -105,8 +105,8 @@ def test_a_ctrl_c_during_the_imports_of_a_rank_prints_nothing(tmp_path: Path) ->
         assert rank.poll() is None
         time.sleep(0.01)
     rank.send_signal(signal.SIGINT)
-    _, said = rank.communicate()
-    assert (rank.returncode, said) == (-signal.SIGINT, b"")
+    _, err = rank.communicate()
+    assert (rank.returncode, err) == (-signal.SIGINT, b"")
 
 
 def test_processes_that_a_rank_has_forked_outlive_what_slurm_sends_to_all() -> None:

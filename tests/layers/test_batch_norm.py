@@ -45,14 +45,14 @@ if not torch_versions.batch_norm_has_bias:
 
 def passes(norm: nn.Module, xs: list[Tensor], dys: list[Tensor]) -> list[Tensor]:
     """Outputs and gradients of inputs in two training passes, and what evaluation gives."""
-    found = []
+    tensors = []
     for x, dy in zip(xs, dys, strict=True):
         leaf = x.clone().requires_grad_()
         y = norm.train()(leaf)
         y.backward(dy)
-        found += [y.detach(), leaf.grad]
+        tensors += [y.detach(), leaf.grad]
     with torch.no_grad():
-        return [*found, norm.eval()(xs[0])]  # type: ignore[list-item]
+        return [*tensors, norm.eval()(xs[0])]  # type: ignore[list-item]
 
 
 def drawn(norm: nn.Module) -> nn.Module:
@@ -71,21 +71,21 @@ def test_layer_is_torchs(split: tuple[int, ...]) -> None:
         return [[numbers(12, *sample, seed=seed) * 3 + 5 for seed in seeds] for seeds in ((0, 1), (2, 3))]
 
     def body(context: ParallelContext) -> dict[str, Any]:
-        found = {}
+        states = {}
         for name, (kind, sample, arguments) in LAYERS.items():
             make = partial(getattr(layers, kind), sample[0], **arguments)
             norm = drawn(colossus.build(make, context, dtype=torch.float64))
-            xs, dys = ([x.split(split)[context.index("data")] for x in each] for each in data(sample))
+            xs, dys = ([x.split(split)[context.index("data")] for x in batches] for batches in data(sample))
             outs = passes(norm, xs, dys)
-            found[name] = outs, full_state_dict(norm, context), full_state_dict(norm, context, gradients=True)
-        return found
+            states[name] = outs, full_state_dict(norm, context), full_state_dict(norm, context, gradients=True)
+        return states
 
     by_rank = run_ranks(len(split), body, plan=grid(data=len(split)))
     close = dict(rtol=0.0, atol=0.0) if len(split) == 1 else dict(rtol=1e-10, atol=1e-10)
     for name, (kind, sample, arguments) in LAYERS.items():
         twin = drawn(getattr(nn, kind)(sample[0], dtype=torch.float64, **arguments))
         wanted = passes(twin, *data(sample))
-        results = [found[name] for found in by_rank]
+        results = [states[name] for states in by_rank]
         for number, want in enumerate(wanted):
             mine = torch.cat([outs[number] for outs, _, _ in results])
             if number < len(wanted) - 1 or twin.track_running_stats or len(split) == 1:
@@ -107,17 +107,17 @@ def test_samples_split_by_a_tensor_mode() -> None:
     def body(context: ParallelContext) -> list[tuple[Tensor, Tensor]]:
         make = partial(layers.BatchNorm1d, 6, track_running_stats=False)
         norm = colossus.build(make, context, dtype=torch.float64)
-        found = []
+        outs = []
         for training in (True, False):
             y = layers.to_whole(norm.train(training)(layers.to_residual(own(context, x), norm.parallel)))
-            found.append((own(context, numbers(12, 1)), y.detach()))
-        return found
+            outs.append((own(context, numbers(12, 1)), y.detach()))
+        return outs
 
     want = nn.BatchNorm1d(6, dtype=torch.float64)(x).detach()
     place = {row: number for number, row in enumerate(numbers(12, 1).flatten().tolist())}
     for name in ("2d_2x3", "3d_2x1x2"):
-        for found in MODES[name].run(body):
-            for rows, y in found:
+        for outs in MODES[name].run(body):
+            for rows, y in outs:
                 torch.testing.assert_close(y, want[[place[row] for row in rows.flatten().tolist()]])
 
 
@@ -183,15 +183,15 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def config(microbatches: int, more: dict[str, Any]) -> dict[str, Any]:
-    given = config_of(
+    settings = config_of(
         {}, STEPS, "fp64", model=dict(type=ResNet, **SIZES), schedule=dict(microbatches=microbatches),
         train=dict(global_batch_size=BATCH),
     )  # fmt: skip
-    given["train"] |= more.get("train", {})
+    settings["train"] |= more.get("train", {})
     modules = dict(modules=["1", "2", "3"])
-    if kind := given["train"].get("activation_checkpoint"):
-        given["train"]["activation_checkpoint"] = dict(type=kind, **modules)
-    return given | {"parallel": more["parallel"]}
+    if kind := settings["train"].get("activation_checkpoint"):
+        settings["train"]["activation_checkpoint"] = dict(type=kind, **modules)
+    return settings | {"parallel": more["parallel"]}
 
 
 def require(trace: Trace, microbatches: int) -> None:
@@ -265,7 +265,7 @@ def test_low_precision_takes_statistics_in_float32() -> None:
 
     want = nn.BatchNorm1d(3)
     y = want(x.float()).detach()
-    found = run_ranks(2, body, plan=grid(data=2))
-    torch.testing.assert_close(torch.cat([mine for mine, _ in found]), y.to(torch.bfloat16))
-    for _, variance in found:
+    results = run_ranks(2, body, plan=grid(data=2))
+    torch.testing.assert_close(torch.cat([mine for mine, _ in results]), y.to(torch.bfloat16))
+    for _, variance in results:
         torch.testing.assert_close(variance, want.running_var)

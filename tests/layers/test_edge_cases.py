@@ -37,8 +37,8 @@ def _train(
         part = {key: value.chunk(count)[index] for key, value in batch.items()}
         result = engine.train_step(part)
         numbers += [result.loss, result.grad_norm]
-    held = {name: value.clone() for name, value in engine.model.named_parameters() if value.dim() < 2}
-    return numbers, full_state_dict(engine.model, engine.context), held
+    vectors = {name: value.clone() for name, value in engine.model.named_parameters() if value.dim() < 2}
+    return numbers, full_state_dict(engine.model, engine.context), vectors
 
 
 def same_run(
@@ -48,10 +48,10 @@ def same_run(
     generator = torch.Generator().manual_seed(0)
     batches = []
     for step in range(steps):
-        made = {"inputs": torch.randn(batch, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)}
-        made["step"] = torch.full((batch,), step)
-        made.update({key: value(generator) for key, value in more.items()})
-        batches.append(made)
+        batch_of_step = {"inputs": torch.randn(batch, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)}
+        batch_of_step["step"] = torch.full((batch,), step)
+        batch_of_step.update({key: value(generator) for key, value in more.items()})
+        batches.append(batch_of_step)
     ((numbers, state, _),) = run_ranks(1, _train, {}, factory, loss, batches, with_context=False)
     world, parallel = PLANS[plan]
     ranks = run_ranks(world, _train, parallel, factory, loss, batches, with_context=False)
@@ -204,8 +204,8 @@ def test_functions_in_place_behind_plain_linears_of_a_split_backward() -> None:
     ((expected, *_),) = run_ranks(1, _train, {}, in_place, squares, batches, with_context=False)
     for kind in ("zb-h1", "1f1b"):
         more = dict(schedule=dict(type=kind, microbatches=4))
-        for found, *_ in run_ranks(2, _train, dict(pipeline=2), in_place, squares, batches, more, with_context=False):
-            assert found == pytest.approx(expected, rel=1e-10)
+        for numbers, *_ in run_ranks(2, _train, dict(pipeline=2), in_place, squares, batches, more, with_context=False):
+            assert numbers == pytest.approx(expected, rel=1e-10)
 
 
 # -- sizes of numpy, validation before training -------------------------------------------------------------------

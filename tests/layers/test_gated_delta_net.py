@@ -102,8 +102,8 @@ def require(of_ranks: list[list[Found]]) -> None:
         want = delta_net(leaves, x, DOCUMENTS if packed else None, heads=heads, key_heads=key_heads, **SIZES, **kernel)
         want.backward(DY)
         assert x.grad is not None
-        for found in of_ranks:
-            rows, tokens, y, dx, _, gradients = found[number]
+        for results in of_ranks:
+            rows, tokens, y, dx, _, gradients = results[number]
             assert gap(y, want.detach()[rows][:, tokens]) < 1e-12, name
             assert gap(dx, x.grad[rows][:, tokens]) < 1e-11, f"{name}: gradient of the input"
             assert {key.removeprefix("inner.") for key in gradients} == leaves.keys()

@@ -44,26 +44,26 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> Non
 
     def one(context: ParallelContext, smoothing: float, z_loss: float) -> tuple[Tensor, ...]:
         head = colossus.build(lambda: layers.LMHead(6, vocabulary), context, dtype=torch.float64)
-        held = x.clone().requires_grad_()
-        logits = head(held)
+        features = x.clone().requires_grad_()
+        logits = head(features)
         loss, count = layers.cross_entropy(logits, labels, label_smoothing=smoothing, z_loss=z_loss)
         loss.backward()
         state = full_state_dict(head, context)["weight"]
         gradient = full_state_dict(head, context, gradients=True)["weight"]
-        return loss.detach(), count, held.grad, state, gradient, layers.to_whole(logits).detach()
+        return loss.detach(), count, features.grad, state, gradient, layers.to_whole(logits).detach()
 
     for (smoothing, z_loss), (loss, count, dx, weight, dw, whole) in (
-        pair for found in run_ranks(ranks, body) for pair in zip(terms, found, strict=True)
+        pair for results in run_ranks(ranks, body) for pair in zip(terms, results, strict=True)
     ):
-        held, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        logits = held @ leaf.t()
+        features, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = features @ leaf.t()
         valid = labels != -100
         want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing)
         want = want + z_loss * (torch.logsumexp(logits, -1)[valid] ** 2).sum()
         want.backward()
         assert count == valid.sum()
         torch.testing.assert_close(whole, logits.detach(), rtol=1e-12, atol=1e-12)
-        for mine, other in ((loss, want.detach()), (dx, held.grad), (dw, leaf.grad)):
+        for mine, other in ((loss, want.detach()), (dx, features.grad), (dw, leaf.grad)):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
 
@@ -133,15 +133,15 @@ def test_columns_of_one_input_move_it_once(name: str) -> None:
 
     def one(context: ParallelContext, shared: bool) -> tuple[Any, ...]:
         model = colossus.build(lambda: _Gated(shared), context, dtype=torch.float64)
-        held = own(context, x).clone().requires_grad_()
+        rows = own(context, x).clone().requires_grad_()
         with accounting.count() as moved:
-            y = model(held)
+            y = model(rows)
             y.backward(own(context, dy))
-        return own(context, x), y.detach(), own(context, dy), held.grad, full_state_dict(model, context), moved.calls()
+        return own(context, x), y.detach(), own(context, dy), rows.grad, full_state_dict(model, context), moved.calls()
 
-    for found in MODES[name].run(body):
-        for held, y, dy_, dx, state, _ in found:
-            leaf = held.clone().requires_grad_()
+    for results in MODES[name].run(body):
+        for rows, y, dy_, dx, state, _ in results:
+            leaf = rows.clone().requires_grad_()
             want = leaf
             for _ in range(2):
                 gate = F.linear(want, state["gate.weight"], state["gate.bias"])
@@ -150,7 +150,7 @@ def test_columns_of_one_input_move_it_once(name: str) -> None:
             want.backward(dy_)
             torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(dx, leaf.grad, rtol=1e-12, atol=1e-12)
-        assert found[0][-1] < found[1][-1]
+        assert results[0][-1] < results[1][-1]
 
 
 # -- what must be refused ------------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def require_refusals(cases: Sequence[tuple[Callable[[], nn.Module], Callable[[An
             return str(error)
         return "nothing was refused"
 
-    for found in run_ranks(2, body):
-        wrong = [(text, match) for text, (*_, match) in zip(found, cases, strict=True) if not re.search(match, text)]
+    for texts in run_ranks(2, body):
+        wrong = [(text, match) for text, (*_, match) in zip(texts, cases, strict=True) if not re.search(match, text)]
         assert not wrong
 
 

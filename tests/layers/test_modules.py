@@ -204,8 +204,8 @@ def differences(context: ParallelContext, name: str, place: str, options: dict[s
     mine = own(context, X).clone().requires_grad_()
     out = layers.to_whole(ours(layers.to_residual(mine, ours.parallel) if place == "outer" else mine))
     (out * own(context, W)).sum().backward()
-    found = compare("output", out, own(context, want))
-    found += compare("gradient of the input", mine.grad, own(context, input_gradient))
+    lines = compare("output", out, own(context, want))
+    lines += compare("gradient of the input", mine.grad, own(context, input_gradient))
     for parameter in ours.parameters():
         axes = gradient_sum_axes(parameter, context)
         if axes and parameter.grad is not None:
@@ -213,8 +213,8 @@ def differences(context: ParallelContext, name: str, place: str, options: dict[s
     grads = full_state_dict(ours, context, gradients=True)
     assert grads.keys() == expected.keys()
     for key, reference in expected.items():
-        found += compare(f"gradient of {key}", grads[key], reference)
-    return [f"{name}, {place}, {options}: {line}" for line in found]
+        lines += compare(f"gradient of {key}", grads[key], reference)
+    return [f"{name}, {place}, {options}: {line}" for line in lines]
 
 
 def compare(what: str, mine: Any, want: Any) -> list[str]:
@@ -232,8 +232,8 @@ def check(mode: str, chosen: list[tuple[str, str, dict[str, Any]]]) -> None:
     def body(context: ParallelContext) -> list[str]:
         return [line for case in chosen for line in differences(context, *case)]
 
-    for found in ALL[mode].run(body, timeout=120):
-        assert not found, "\n".join(found[:40])
+    for lines in ALL[mode].run(body, timeout=120):
+        assert not lines, "\n".join(lines[:40])
 
 
 @pytest.mark.parametrize("mode", SOME)
@@ -293,14 +293,14 @@ def listened(context: ParallelContext) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", SOME)
 def test_hooks_are_called_once_and_move_nothing(mode: str) -> None:
-    for found in ALL[mode].run(listened):
+    for record in ALL[mode].run(listened):
         # attention weights stay inside of torch's kernel: their dropout is a rate, never called
-        called = {name: 2 for name in found["names"] if name != "attention.dropout"}
-        for kind, counted in found["counts"].items():
+        called = {name: 2 for name in record["names"] if name != "attention.dropout"}
+        for kind, counted in record["counts"].items():
             assert dict(counted) == called, kind
-        assert len(set(found["moved"])) == 1
-        assert found["same"]
-        for kind, came, went in found["shapes"]:
+        assert len(set(record["moved"])) == 1
+        assert record["same"]
+        for kind, came, went in record["shapes"]:
             assert kind is Tensor
             assert came == went
             assert tuple(came[1:]) == (TOKENS, HIDDEN)

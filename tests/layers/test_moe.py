@@ -122,14 +122,14 @@ def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy:
     model = colossus.build(partial(make_moe, sizes), context, dtype=torch.float64)
     if model.router.bias is not None:
         model.router.bias.copy_(numbers(EXPERTS, seed=2))
-    held = own(context, x).clone().requires_grad_()
-    y = layers.to_whole(model(layers.to_residual(held, model_parallel_of(context))))
+    tokens = own(context, x).clone().requires_grad_()
+    y = layers.to_whole(model(layers.to_residual(tokens, model_parallel_of(context))))
     y.backward(own(context, dy))
     for parameter in model.parameters():
         if axes := gradient_sum_axes(parameter, context):
             torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
     state, gradients = full_state_dict(model, context), full_state_dict(model, context, gradients=True)
-    return own(context, torch.arange(len(x))), y.detach(), held.grad, state, gradients
+    return own(context, torch.arange(len(x))), y.detach(), tokens.grad, state, gradients
 
 
 @pytest.mark.parametrize("mode", ["one", "1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d_1x2x3", *SPREAD])
@@ -142,10 +142,10 @@ def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
 
     if mode in SPREAD:
         plan = build_grid(SPREAD[mode])
-        found = run_ranks(plan.world_size, body, plan=plan)
+        results_of_ranks = run_ranks(plan.world_size, body, plan=plan)
     else:
-        found = [body(ParallelContext(ONE_RANK))] if mode == "one" else MODES[mode].run(body)
-    for name, *of_ranks in zip(VARIANTS, *found, strict=True):
+        results_of_ranks = [body(ParallelContext(ONE_RANK))] if mode == "one" else MODES[mode].run(body)
+    for name, *of_ranks in zip(VARIANTS, *results_of_ranks, strict=True):
         leaves = {key: value.clone().requires_grad_() for key, value in of_ranks[0][3].items()}
         leaf = x.clone().requires_grad_()
         want, loss = plain_moe(leaf.flatten(0, 1), leaves, **VARIANTS[name])
@@ -162,8 +162,8 @@ def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
 def test_what_is_over_capacity_is_left_out() -> None:
     x, limit = numbers(20, HIDDEN), 9
     model = layers.MoE(HIDDEN, FFN, EXPERTS, TOP_K, capacity=limit * EXPERTS / (20 * TOP_K), dtype=torch.float64)
-    held = x.clone().requires_grad_()
-    y = model(held)
+    tokens = x.clone().requires_grad_()
+    y = model(tokens)
     y.sum().backward()
     assert model.router.totals is not None
     dropped = model.router.totals[EXPERTS:][SUMS.index("dropped")]
@@ -176,34 +176,34 @@ def test_what_is_over_capacity_is_left_out() -> None:
             used[expert] += 1
             if used[expert] <= limit:
                 stacked = (model.experts.gate, model.experts.up, model.experts.down)
-                want = want + weight * swiglu(x[token], *(each[expert] for each in stacked))
+                want = want + weight * swiglu(x[token], *(stack[expert] for stack in stacked))
         torch.testing.assert_close(y[token], want, rtol=1e-12, atol=1e-12)
     assert dropped == sum(max(0, count - limit) for count in used.values()) > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_losses_are_scaled_as_the_loss_is() -> None:
-    x, found = numbers(6, HIDDEN), []
+    x, gradients = numbers(6, HIDDEN), []
     context = ParallelContext(ONE_RANK)
     make = partial(layers.MoE, HIDDEN, FFN, EXPERTS, TOP_K, aux_loss=0.3, z_loss=0.02)
     model = colossus.build(make, context, dtype=torch.float64)
     for factor in (1.0, 8.0):
         with model_parallel_of(context).batch(BatchInfo(loss_scale=torch.tensor(factor))):
             (model(x).sum() * factor).backward()
-        found.append(model.router.weight.grad / factor)
+        gradients.append(model.router.weight.grad / factor)
         model.zero_grad()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
 
 
 def test_one_kernel_is_the_loop() -> None:
     """Of bfloat16, which CPUs have, too."""
-    found, counts = [], torch.tensor([3, 0, 9, 4])
+    results, counts = [], torch.tensor([3, 0, 9, 4])
     for sizes in (counts, counts.tolist()):
         x, weights = (numbers(*shape).bfloat16().requires_grad_() for shape in ((16, 24), (4, 40, 24)))
         y = grouped_product(x, weights, sizes)
         y.backward(numbers(16, 40, seed=1).bfloat16())
-        found.append((y.detach(), x.grad, weights.grad))
-    for mine, other in zip(*found, strict=True):
+        results.append((y.detach(), x.grad, weights.grad))
+    for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
@@ -220,9 +220,9 @@ def test_bytes_of_tokens_are_those_of_the_formula(ranks: int) -> None:
         counts = model.router.totals[:num_experts].int().tolist()
         return counts, *(moved.bytes(operation=name) for name in ("all_gather lengths", "all_to_all tokens"))
 
-    found = run_ranks(ranks, body, plan=plan)
-    to = [[sum(part) for part in torch.tensor(counts).chunk(ranks)] for counts, _, _ in found]
-    for rank, (_, lengths, rows) in enumerate(found):
+    results = run_ranks(ranks, body, plan=plan)
+    to = [[sum(part) for part in torch.tensor(counts).chunk(ranks)] for counts, _, _ in results]
+    for rank, (_, lengths, rows) in enumerate(results):
         own, others = sum(to[rank]) - to[rank][rank], sum(row[rank] for row in to) - to[rank][rank]
         assert (lengths, rows) == bytes_sent(int(own), int(others), ranks, num_experts, HIDDEN * 8)
         assert rows > 0

@@ -117,14 +117,14 @@ def test_of_parts_of_parameters(mode: str) -> None:
                 act(net)
                 states[name] = full_state_dict(net, context)
             net(torch.ones(2, IN, dtype=torch.float64)).sum().backward()
-            said = {}
+            messages = {}
             for name, act in refused.items():
                 try:
                     with torch.no_grad() if name not in ("gradients", "a vector") else torch.enable_grad():
-                        said[name] = f"nothing: {act(net)!r}"
+                        messages[name] = f"nothing: {act(net)!r}"
                 except ValueError as error:
-                    said[name] = str(error)
-            return start, states, said
+                    messages[name] = str(error)
+            return start, states, messages
 
     ranks = MODES[mode].run(body)
     twin = net_of(nn.Linear).double()
@@ -134,9 +134,9 @@ def test_of_parts_of_parameters(mode: str) -> None:
         for _, states, _ in ranks:
             for key, value in twin.state_dict().items():
                 torch.testing.assert_close(states[name][key], value, rtol=1e-10, atol=1e-12, msg=f"{name}: {key}")
-    for *_, said in ranks:
-        for name, words in said.items():
+    for *_, messages in ranks:
+        for name, words in messages.items():
             assert "was called with the parameter itself" in words or "orthogonal" in words, (name, words)
             assert "this rank holds" in words or "orthogonal" in words, (name, words)
-        assert "colossus.checkpoint.full_state_dict" in said["all dims"]
-        assert "test_parameter_parts.py" in said["all dims"]
+        assert "colossus.checkpoint.full_state_dict" in messages["all dims"]
+        assert "test_parameter_parts.py" in messages["all dims"]

@@ -70,7 +70,7 @@ class Centered(nn.Module):
 
 def clip(out: Tensor, batch: Batch) -> tuple[Tensor, int]:
     """The mean over all samples, counted by a rank's own."""
-    one, other = (F.normalize(gather_samples(each), dim=-1) for each in out.chunk(2, -1))
+    one, other = (F.normalize(gather_samples(features), dim=-1) for features in out.chunk(2, -1))
     logits, labels = 5.0 * one @ other.T, torch.arange(len(one))
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     return loss * len(out), len(out)
@@ -129,7 +129,7 @@ def config_of(plan: Plan, **train: Any) -> dict[str, Any]:
 
 def train(rank: int, plan: Plan) -> dict[str, tuple[Run, list[float]]]:
     """Each case, and what an evaluation of the last batch gives before and after."""
-    found = {}
+    runs = {}
     for name, (make, loss) in CASES.items():
         engine = colossus.initialize(
             config_of(plan, samples_interact=True), model=lambda make=make: make(Kit), loss_fn=loss
@@ -142,16 +142,16 @@ def train(rank: int, plan: Plan) -> dict[str, tuple[Run, list[float]]]:
             losses.append(engine.train_step(batch).loss)
             gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
         evaluated.append(engine.eval_step(batches[-1]).loss)
-        found[name] = Run(losses, gradients, start, full_state_dict(engine.model, engine.context)), evaluated
+        runs[name] = Run(losses, gradients, start, full_state_dict(engine.model, engine.context)), evaluated
         engine.close()
-    return found
+    return runs
 
 
 @cache
 def plainly(num_microbatches: int) -> dict[str, tuple[Run, list[float]]]:
     """Plain torch, whose microbatches have every so many-th sample; outside of an engine the functions are plain."""
     started = run_ranks(1, train, Plan(1, {}, {}), with_context=False)[0]
-    found = {}
+    runs = {}
     for name, (make, loss) in CASES.items():
         start = started[name][0].start
         net = make(PlainKit).double()
@@ -176,15 +176,15 @@ def plainly(num_microbatches: int) -> dict[str, tuple[Run, list[float]]]:
             gradients.append({key: param.grad.clone() for key, param in net.named_parameters()})
             optimizer.step()
         end = {key: x.detach().clone() for key, x in net.state_dict().items()}
-        found[name] = Run(losses, gradients, start, end), [before, evaluated()]
-    return found
+        runs[name] = Run(losses, gradients, start, end), [before, evaluated()]
+    return runs
 
 
 @pytest.mark.parametrize("plan", [*SOME, *long(*(name for name in PLANS if name not in SOME))])
 def test_samples_that_look_at_each_other(plan: str) -> None:
     wanted = plainly(PLANS[plan].schedule.get("microbatches", 1))
-    for found in run_ranks(PLANS[plan].world, train, PLANS[plan], with_context=False):
-        for name, (run, evaluated) in found.items():
+    for runs in run_ranks(PLANS[plan].world, train, PLANS[plan], with_context=False):
+        for name, (run, evaluated) in runs.items():
             assert difference(run, wanted[name][0]) == "", name
             assert evaluated == pytest.approx(wanted[name][1], rel=1e-10), name
 
@@ -298,13 +298,13 @@ def test_data_ranks_have_as_many_samples() -> None:
     def body(rank: int) -> list[str]:
         config = config_of(Plan(2, dict(data=2), {}), samples_interact=True)
         engine = colossus.initialize(config, model=lambda: Chain(Kit), loss_fn=clip)
-        said = []
+        messages = []
         batch = {key: x[: 2 + rank] for key, x in batch_of(0).items()}
         for call in (engine.train_step, engine.eval_step):
             with pytest.raises(ValueError, match=r"train\.samples_interact") as error:
                 call(batch)
-            said.append(str(error.value))
-        return said
+            messages.append(str(error.value))
+        return messages
 
     for rank, (trained, evaluated) in enumerate(run_ranks(2, body, with_context=False)):
         assert f"takes 8 samples = data 2 x 4, but this data rank's batch has {2 + rank}" in trained
@@ -351,7 +351,7 @@ def clip_in_plain_torch() -> tuple[list[float], dict[str, Tensor]]:
                                                             "dict(tensor=dict(mode='2d', size=4))")])  # fmt: skip
 def test_clip_of_the_page_is_transformers_own(parallel: str) -> None:
     losses, end = clip_in_plain_torch()
-    for found, weights in run_ranks(4 if "2d" in parallel else 2, run_page, parallel, with_context=False):
-        assert found == pytest.approx(losses, rel=1e-10)
+    for own_losses, weights in run_ranks(4 if "2d" in parallel else 2, run_page, parallel, with_context=False):
+        assert own_losses == pytest.approx(losses, rel=1e-10)
         for name, value in end.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=name)

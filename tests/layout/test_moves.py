@@ -23,15 +23,15 @@ from colossus.layout.redistribute import move
 
 def all_layouts(axes: tuple[str, ...], ndim: int) -> list[Layout]:
     """Every layout: each axis shards a dim, is partial, gradient-partial or not named; in every order."""
-    found = {}
+    layouts = {}
     for order in itertools.permutations(axes):
         for places in itertools.product([*range(ndim), "partial", "grad_partial", "whole"], repeat=len(axes)):
             where = dict(zip(order, places, strict=True))
             dims = tuple(tuple(axis for axis in order if where[axis] == dim) for dim in range(ndim))
             partial = tuple(axis for axis in axes if where[axis] == "partial")
             grad_partial = tuple(axis for axis in axes if where[axis] == "grad_partial")
-            found[Layout(dims, partial, grad_partial)] = True
-    return list(found)
+            layouts[Layout(dims, partial, grad_partial)] = True
+    return list(layouts)
 
 
 def is_possible(source: Layout, target: Layout) -> bool:
@@ -177,9 +177,9 @@ def _indivisible(context: ParallelContext) -> str:
 
 
 def test_a_dim_that_does_not_divide() -> None:
-    said = "dim 0 of a tensor of shape (3, 4) has 3 elements, which do not divide over the 2 ranks of axis a. "
+    message = "dim 0 of a tensor of shape (3, 4) has 3 elements, which do not divide over the 2 ranks of axis a. "
     for words in run_ranks(4, _indivisible, plan=GRID):
-        assert words.startswith(said + "Pad it or choose sizes so that it has 2 or 4; ")
+        assert words.startswith(message + "Pad it or choose sizes so that it has 2 or 4; ")
         assert ": move(torch.zeros(3, 4)" in words.splitlines()[-1]
 
 

@@ -177,9 +177,9 @@ def test_folders_that_do_not_fit_are_refused_in_words(tmp_path: Path) -> None:
 
     for lora, changed, message in cases:
         (folder / "adapter_config.json").write_text(json.dumps(content | changed))
-        (told,) = run_ranks(1, body, lora, with_context=False)
-        assert message in told
-        assert told.startswith("model.lora.path")
+        (text,) = run_ranks(1, body, lora, with_context=False)
+        assert message in text
+        assert text.startswith("model.lora.path")
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_linears_that_a_model_has_not_are_named() -> None:
             colossus.initialize(config(parallel, **model))
         return str(caught.value)
 
-    (told,) = run_ranks(1, lambda rank: body(rank, {}, lora=dict(targets=["gate", "up"])), with_context=False)
-    assert told == "model.lora.targets: the blocks of this model have no linear gate"
-    told, _ = run_ranks(2, lambda rank: body(rank, dict(tensor=2), num_kv_heads=1, lora={}), with_context=False)
-    assert "blocks.0.attention.qkv is a ReplicatedKV, whose key and value heads several tensor ranks have" in told
+    (message,) = run_ranks(1, lambda rank: body(rank, {}, lora=dict(targets=["gate", "up"])), with_context=False)
+    assert message == "model.lora.targets: the blocks of this model have no linear gate"
+    message, _ = run_ranks(2, lambda rank: body(rank, dict(tensor=2), num_kv_heads=1, lora={}), with_context=False)
+    assert "blocks.0.attention.qkv is a ReplicatedKV, whose key and value heads several tensor ranks have" in message
 
 
 def test_adapters_without_the_option_are_no_part_of_a_folder(tmp_path: Path) -> None:

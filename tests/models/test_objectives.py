@@ -57,12 +57,12 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 def tuned(step: int, sizes: dict[str, Any], batch: int) -> dict[str, Tensor]:
     """`batch_of` with all that an objective may take."""
-    made, generator = batch_of(step, sizes, batch), torch.Generator().manual_seed(step)
-    shape = made["labels"].shape
+    tokens, generator = batch_of(step, sizes, batch), torch.Generator().manual_seed(step)
+    shape = tokens["labels"].shape
     weights = torch.rand(shape, generator=generator, dtype=torch.float64)
     gain = torch.randn(batch, generator=generator, dtype=torch.float64)
     old = -4.0 + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return {**made, "token_weights": weights, "advantages": gain, "old_log_probs": old}
+    return {**tokens, "token_weights": weights, "advantages": gain, "old_log_probs": old}
 
 
 class Twin(PlainGPT):
@@ -123,8 +123,8 @@ class Twin(PlainGPT):
             other = torch.full_like(other, -1e9).scatter(-1, *other.topk(top_k)[::-1])
         p = (other / temperature).log_softmax(-1)
         losses = (q.exp() * (q - p) if reverse else p.exp() * (p - q)).sum(-1) * temperature**2
-        picked = own.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return ((losses * (1 - label_weight) - label_weight * picked) * weights).sum(), weights.sum()
+        label_log_probs = own.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return ((losses * (1 - label_weight) - label_weight * label_log_probs) * weights).sum(), weights.sum()
 
 
 def settings(model: str, parallel: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def test_steps_that_come_again_after_a_restart_have_one_row(tmp_path: Path) -> N
             engine.close()
         for file in files:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-            found = [(row["step"], row.get("kind"), row.get("name")) for row in rows]
-            assert len(found) == len(set(found)) > 1
+            keys = [(row["step"], row.get("kind"), row.get("name")) for row in rows]
+            assert len(keys) == len(set(keys)) > 1
 
     run_ranks(1, body, with_context=False)
 

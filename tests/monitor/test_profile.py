@@ -110,8 +110,8 @@ def profile(
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "profile" / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((folder / "profile" / "summary.json").read_text())
+    return summary
 
 
 def regions_of(folder: Path, rank: int) -> Counter[str]:
@@ -121,8 +121,8 @@ def regions_of(folder: Path, rank: int) -> Counter[str]:
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
-def per_step(found: Counter[str], name: str) -> float:
-    return found[name] / NUM_PROFILED
+def per_step(regions: Counter[str], name: str) -> float:
+    return regions[name] / NUM_PROFILED
 
 
 def test_a_pipeline_with_a_slow_stage(tmp_path: Path) -> None:
@@ -151,19 +151,21 @@ def test_a_pipeline_with_a_slow_stage(tmp_path: Path) -> None:
         "rank3.trace.json.gz",
     ]
     for rank, stage, other in ((0, 0, 1), (3, 1, 0)):
-        found = regions_of(tmp_path, rank)
+        regions = regions_of(tmp_path, rank)
         for microbatch in range(MICROBATCHES):
             for kind in ("forward", "backward"):
-                assert per_step(found, f"{kind} stage {stage} microbatch {microbatch}") == 1
-                assert per_step(found, f"{kind} stage {other} microbatch {microbatch}") == 0
+                assert per_step(regions, f"{kind} stage {stage} microbatch {microbatch}") == 1
+                assert per_step(regions, f"{kind} stage {other} microbatch {microbatch}") == 0
             of_each = {0: "gradient", 1: "activation"}
             awaited = f"{of_each[stage]} of microbatch {microbatch} from stage {other} to stage {stage}"
-            assert per_step(found, f"wait for the {awaited}") == 1
+            assert per_step(regions, f"wait for the {awaited}") == 1
             sent = f"{of_each[other]} of microbatch {microbatch} from stage {stage} to stage {other}"
-            assert per_step(found, f"send of the {sent}: start") == per_step(found, f"send of the {sent}: wait") == 1
+            assert (
+                per_step(regions, f"send of the {sent}: start") == per_step(regions, f"send of the {sent}: wait") == 1
+            )
         for name in ("data wait", "optimizer step", "gradient norm", "optimizer update", "all_reduce over data: wait"):
-            assert per_step(found, name) == 1, name
-        assert [found[f"step {step}"] for step in range(1, STEPS + 1)] == [0, 0, 1, 1, 0]
+            assert per_step(regions, name) == 1, name
+        assert [regions[f"step {step}"] for step in range(1, STEPS + 1)] == [0, 0, 1, 1, 0]
 
 
 def adds_up(summary: dict[str, Any]) -> bool:
@@ -180,11 +182,11 @@ def test_gathers(tmp_path: Path) -> None:
         assert adds_up(summary_of(tmp_path / name))
         assert min(one["seconds"][GATHERS] for one in summary_of(tmp_path / name)["ranks"]) > 0
         assert len(list((tmp_path / name / "profile").glob("*.gz"))) == len(ranks)
-    found = regions_of(tmp_path / "zero", 0)
+    regions = regions_of(tmp_path / "zero", 0)
     # each block in forward and in backward of each microbatch, what belongs to no block once
-    assert per_step(found, "gather of weights: wait") == 1 + 2 * SIZES["num_layers"] * MICROBATCHES
-    assert found["gather of weights: start"] >= found["gather of weights: wait"]
-    assert found["reduce_scatter over data: start"] == found["reduce_scatter over data: wait"] > 0
+    assert per_step(regions, "gather of weights: wait") == 1 + 2 * SIZES["num_layers"] * MICROBATCHES
+    assert regions["gather of weights: start"] >= regions["gather of weights: wait"]
+    assert regions["reduce_scatter over data: start"] == regions["reduce_scatter over data: wait"] > 0
 
 
 @pytest.mark.parametrize("recomputed", ["none", *long("selective")])
@@ -192,10 +194,10 @@ def test_collectives_of_tensor_ranks_and_the_same_numbers(recomputed: str, tmp_p
     train = dict(activation_checkpoint=recomputed)
     body = partial(profile, folder=tmp_path, plan=dict(tensor=2), ranks="all", train=train, same_without=True)
     run_ranks(2, body, with_context=False)
-    found, summary = regions_of(tmp_path, 1), summary_of(tmp_path)
+    regions, summary = regions_of(tmp_path, 1), summary_of(tmp_path)
     # in forward and in backward of each block two sums over the tensor ranks
-    assert per_step(found, "all_reduce over tensor: wait") >= 4 * SIZES["num_layers"] * MICROBATCHES
-    assert found["all_reduce over tensor: start"] == found["all_reduce over tensor: wait"]
+    assert per_step(regions, "all_reduce over tensor: wait") >= 4 * SIZES["num_layers"] * MICROBATCHES
+    assert regions["all_reduce over tensor: start"] == regions["all_reduce over tensor: wait"]
     assert summary["parts"] == ["forward", "backward", "over tensor", "optimizer", "data wait", "rest"]
     assert adds_up(summary)
 
@@ -218,13 +220,13 @@ def test_split_backwards_evaluations_and_stops(tmp_path: Path, capsys: pytest.Ca
         engine.close()
 
     run_ranks(2, body, with_context=False)
-    found = regions_of(tmp_path, 0)
+    regions = regions_of(tmp_path, 0)
     assert summary_of(tmp_path)["steps"] == [2, 3]
     for microbatch in range(2):
-        assert per_step(found, f"wgrad stage 0 microbatch {microbatch}") == 1
-        assert per_step(found, f"backward of inputs stage 0 microbatch {microbatch}") == 1
-    assert found["evaluation"] == 1
-    assert found["forward stage 0 microbatch 0"] > NUM_PROFILED  # that of the evaluation, which is no part of a step
+        assert per_step(regions, f"wgrad stage 0 microbatch {microbatch}") == 1
+        assert per_step(regions, f"backward of inputs stage 0 microbatch {microbatch}") == 1
+    assert regions["evaluation"] == 1
+    assert regions["forward stage 0 microbatch 0"] > NUM_PROFILED  # that of the evaluation, which is no part of a step
     assert summary_of(tmp_path)["ranks"][0]["seconds"]["wgrad"] > 0
 
 

@@ -45,9 +45,9 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def train(rank: int, folder: Path, plan: dict[str, Any], slow: int) -> list[str]:
     """What the logging rank says in the log."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("colossus.monitor").addHandler(handler)
     engine = colossus.initialize(config_of(plan, STEPS, "fp32", train=dict(log_every=1)), data=dict(type=Samples))
     seconds = SLOW_SLEEP if engine.context.rank == slow else SLEEP
@@ -56,15 +56,15 @@ def train(rank: int, folder: Path, plan: dict[str, Any], slow: int) -> list[str]
             module.register_forward_hook(lambda *_: time.sleep(seconds))
     fit(engine, [Metrics(folder / "metrics.jsonl"), Stragglers(StragglerSection(factor=3.0, rows=ROWS))])
     engine.close()
-    return said
+    return messages
 
 
 @pytest.mark.parametrize(("plan", "slow"), [(dict(data=2, pipeline=2), 3), (dict(data=2, tensor=2), 2)])
 @pytest.mark.rest("plan1-2")
 def test_the_rank_that_computes_slowly_is_named_with_its_host(tmp_path: Path, plan: dict[str, Any], slow: int) -> None:
-    said = run_ranks(4, train, tmp_path, plan, slow, with_context=False)
-    assert said[1:] == [[], [], []]
-    (line,) = said[0]
+    messages = run_ranks(4, train, tmp_path, plan, slow, with_context=False)
+    assert messages[1:] == [[], [], []]
+    (line,) = messages[0]
     assert line.startswith(f"rank {slow} (")
     assert f"host {socket.gethostname()})" in line
     assert "times as long as the" in line

@@ -61,8 +61,8 @@ def count(rank: int, plan: dict[str, Any], name: str) -> tuple[float, float, flo
     own: Any = engine.optimizer
     counted = [counter.bytes(operation=f"all_to_all {way}") for way in ("to owners", "from owners")]
     exchanges, size, times = (own.exchanges, 2, 1) if name == "Muon" else ([own.exchange], 8, 2)
-    formula = [sum(each.bytes_sent(size)[way] for each in exchanges) * times ** (1 - way) for way in (0, 1)]
-    owned = [each.tensors[k].numel for each in exchanges for k in each.owned]
+    formula = [sum(exchange.bytes_sent(size)[way] for exchange in exchanges) * times ** (1 - way) for way in (0, 1)]
+    owned = [exchange.tensors[k].numel for exchange in exchanges for k in exchange.owned]
     engine.close()
     return *counted, *formula, owned
 
@@ -73,14 +73,14 @@ def count(rank: int, plan: dict[str, Any], name: str) -> tuple[float, float, flo
 ])  # fmt: skip
 def test_bytes_to_owners_and_back_are_those_of_the_formula(plan: dict[str, Any], to_owners: float, back: float) -> None:
     for name in ("Muon", "Shampoo"):
-        told = run_ranks(2, count, plan, name, with_context=False)
-        for of_rank in told:
+        results = run_ranks(2, count, plan, name, with_context=False)
+        for of_rank in results:
             assert of_rank[:2] == of_rank[2:4]
         if name == "Muon":  # in bf16; of each element one rank has it, the other sends it or gets it
-            total = sum(sum(owned) for *_, owned in told)
+            total = sum(sum(owned) for *_, owned in results)
             assert total == 4 * 24**2 + 2 * 24 * 96
-            assert sum(each[0] for each in told) == pytest.approx(2 * total * to_owners, rel=0.02)
-            assert sum(each[1] for each in told) == pytest.approx(2 * total * back, rel=0.02)
+            assert sum(counts[0] for counts in results) == pytest.approx(2 * total * to_owners, rel=0.02)
+            assert sum(counts[1] for counts in results) == pytest.approx(2 * total * back, rel=0.02)
 
 
 def test_a_matrix_becomes_orthogonal() -> None:
@@ -88,7 +88,7 @@ def test_a_matrix_becomes_orthogonal() -> None:
     singular = torch.linalg.svdvals(orthogonalise(x, (3.4445, -4.775, 2.0315), 5, 1e-7))
     assert singular.min() > 0.6
     assert singular.max() < 1.3
-    wide, tall = (orthogonalise(each, (1.5, -0.5, 0.0), 40, 1e-7) for each in (x, x.T))
+    wide, tall = (orthogonalise(matrix, (1.5, -0.5, 0.0), 40, 1e-7) for matrix in (x, x.T))
     assert torch.allclose(wide @ tall, torch.eye(12, dtype=torch.float64))
 
 
@@ -120,7 +120,7 @@ def test_masters_of_low_precision_parameters_are_updated_whole() -> None:
 
 def with_tables(rank: int, *sections: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Body of a rank: the weights behind three steps of a model with tables, for each optimizer."""
-    found = []
+    states = []
     for section in sections:
         parallel = dict(data=2, strategy="hybrid")
         config = dict(parallel=parallel, train=dict(global_batch_size=8, precision="fp64"), device="cpu")
@@ -129,9 +129,9 @@ def with_tables(rank: int, *sections: dict[str, Any]) -> list[dict[str, Tensor]]
         )
         for step in range(3):
             engine.train_step(two_tables.batch_of(step, 8, rank, 2))
-        found.append(full_state_dict(engine.model, engine.context))
+        states.append(full_state_dict(engine.model, engine.context))
         engine.close()
-    return found
+    return states
 
 
 def test_tables_have_rules_of_their_own_beside_whole_parameters() -> None:
@@ -162,8 +162,8 @@ def test_what_is_wrong_is_told() -> None:
             error_of(dict(type="LARS", momentum=-1.0)),
         ]
 
-    (told,) = run_ranks(1, body, with_context=False)
+    (messages,) = run_ranks(1, body, with_context=False)
     for message, wanted in zip(
-        told, ("dtype", "betas.1: must be less than 1", "d: must be at least 1", "momentum: must be"), strict=True
+        messages, ("dtype", "betas.1: must be less than 1", "d: must be at least 1", "momentum: must be"), strict=True
     ):
         assert wanted in message

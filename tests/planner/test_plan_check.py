@@ -88,11 +88,11 @@ def test_what_differs_is_told() -> None:
     assert lines["tensor"].endswith("counted -8 B")
     assert lines["weights"].endswith("counted -4 B")
     assert lines["optimizer"].endswith("equal")
-    made = json.loads(json.dumps(report.as_json()))
-    assert made["equal"] is False
-    assert [(row["what"], row["equal"]) for row in made["axes"]] == [("data", False), ("tensor", False)]
-    assert made["ranks"][0]["peak"]["ratio"] == pytest.approx(report.ranks[0].ratio)
-    moved = made["ranks"][0]["operations"]
+    as_json = json.loads(json.dumps(report.as_json()))
+    assert as_json["equal"] is False
+    assert [(row["what"], row["equal"]) for row in as_json["axes"]] == [("data", False), ("tensor", False)]
+    assert as_json["ranks"][0]["peak"]["ratio"] == pytest.approx(report.ranks[0].ratio)
+    moved = as_json["ranks"][0]["operations"]
     assert sum(row["bytes"] for row in moved if row["axes"] == "data") == pytest.approx(cost.bytes)
 
 

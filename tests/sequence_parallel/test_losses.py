@@ -161,7 +161,7 @@ def _numbers(rank: int, parallel: dict[str, Any], num_tokens: int) -> Any:
         device="cpu",
     )
     engine = colossus.initialize(config, model=Net)
-    found = {}
+    results = {}
     count = engine.context.size("data")
     batch = {
         key: (x[:, :num_tokens] if x.dim() > 1 else x).chunk(count)[engine.context.index("data")]
@@ -173,9 +173,9 @@ def _numbers(rank: int, parallel: dict[str, Any], num_tokens: int) -> Any:
         engine.model.loss_of = loss
         evaluated, result = engine.eval_step(batch), engine.train_step(batch)
         gradients = full_state_dict(engine.model, engine.context, gradients=True)
-        found[loss.__name__] = (result.loss, evaluated.loss, evaluated.metrics["accuracy"], gradients)
+        results[loss.__name__] = (result.loss, evaluated.loss, evaluated.metrics["accuracy"], gradients)
     engine.close()
-    return found
+    return results
 
 
 PLANS = {
@@ -194,10 +194,10 @@ def test_sums_over_all_tokens_are_those_of_one_process(name: str) -> None:
     world, parallel, num_tokens = PLANS[name]
     data = parallel.get("data", 1)
     alone = run_ranks(data, _numbers, dict(data=data), num_tokens, with_context=False)[0]
-    for found in run_ranks(world, _numbers, parallel, num_tokens, with_context=False):
-        for loss, wanted in ((loss, alone[loss]) for loss in found):
+    for results in run_ranks(world, _numbers, parallel, num_tokens, with_context=False):
+        for loss, wanted in ((loss, alone[loss]) for loss in results):
             torch.testing.assert_close(
-                found[loss], wanted, rtol=1e-10, atol=1e-12, msg=lambda m, loss=loss: f"{loss}: {m}"
+                results[loss], wanted, rtol=1e-10, atol=1e-12, msg=lambda m, loss=loss: f"{loss}: {m}"
             )
 
 
@@ -219,7 +219,7 @@ def test_what_moves_tokens_is_refused(name: str) -> None:
 
 def test_padding_that_would_count_is_refused() -> None:
     def body(context: ParallelContext) -> dict[str, str]:
-        told = {}
+        messages = {}
         parallel = model_parallel_of(context)
         x = with_sequence(torch.ones(2, 4, 3), Place(1), parallel)
         with parallel.batch(BatchInfo(num_tokens=6)):
@@ -231,8 +231,8 @@ def test_padding_that_would_count_is_refused() -> None:
             }.items():
                 with pytest.raises(ValueError, match=r"parallel\.sequence\.pad has filled up the 6 of this batch to 8"):
                     function()
-                told[name] = "refused"
-        return told
+                messages[name] = "refused"
+        return messages
 
-    for told in run_ranks(2, body, plan=grid(sequence=2)):
-        assert len(told) == 4
+    for messages in run_ranks(2, body, plan=grid(sequence=2)):
+        assert len(messages) == 4

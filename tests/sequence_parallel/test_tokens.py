@@ -51,10 +51,10 @@ def loss_of(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tenso
 def _train(rank: int, parallel: dict[str, Any], modules: dict[str, Callable[[], nn.Module]], num_tokens: int) -> Any:
     outputs: dict[str, Tensor] = {}
 
-    def loss(found: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        assert all(isinstance(out, layers.ShardedTensor) for out in (*found.values(), *batch.values()))
-        outputs.update({name: layers.local(out.detach()) for name, out in found.items()})
-        return loss_of(found, batch)
+    def loss(outs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        assert all(isinstance(out, layers.ShardedTensor) for out in (*outs.values(), *batch.values()))
+        outputs.update({name: layers.local(out.detach()) for name, out in outs.items()})
+        return loss_of(outs, batch)
 
     settings = dict(
         parallel=parallel,
@@ -119,8 +119,8 @@ def _compare(name: str, modules: dict[str, Callable[[], nn.Module]], num_tokens:
         assert evaluated == pytest.approx(loss, rel=1e-12)
         for name, parameter in twin.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            held = gradients.get(name, torch.zeros_like(grad))
-            torch.testing.assert_close(held, grad, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
+            own_grad = gradients.get(name, torch.zeros_like(grad))
+            torch.testing.assert_close(own_grad, grad, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -138,11 +138,11 @@ def test_what_mixes_tokens_is_refused(name: str) -> None:
 
     with pytest.raises(ValueError, match=words) as caught:
         Net()(tokens(3, 8, 16))
-    told = str(caught.value)
-    assert "Its input is a rank's part of a tensor (ShardedTensor(local " in told
-    assert "colossus.layers.local(x)" in told
+    message = str(caught.value)
+    assert "Its input is a rank's part of a tensor (ShardedTensor(local " in message
+    assert "colossus.layers.local(x)" in message
     place = r"\(in inside\.mix(\.\w+)? \(\w+\), at \S*(test_tokens|token_modules)\.py:\d+: |^(LSTM|GRU)"
-    assert re.search(place, told), told
+    assert re.search(place, message), message
     assert make()(torch.randn(3, 16, 16)).dim() >= 2  # a plain tensor may be what it wants
 
 
@@ -187,12 +187,12 @@ class Ours(nn.Module):
         more = {"scale": inputs["scale"], "documents": inputs["documents"]}
         return {"x": self.first(x).transpose(1, 2), "flat": x.flatten(0, 1), **more}
 
-    def end(self, given: dict[str, Tensor]) -> Tensor:
+    def end(self, tensors: dict[str, Tensor]) -> Tensor:
         x = (
-            Square.apply(given["x"]).mT
-            + given["flat"].unflatten(0, (given["x"].shape[0], -1)) * given["scale"][:, None]
+            Square.apply(tensors["x"]).mT
+            + tensors["flat"].unflatten(0, (tensors["x"].shape[0], -1)) * tensors["scale"][:, None]
         )
-        x = x + self.attention(x, documents=given["documents"])
+        x = x + self.attention(x, documents=tensors["documents"])
         x = x + self.pair(self.norm(x.flatten(0, 1))).view(x.shape)
         return self.head(x).sub(0.1)
 

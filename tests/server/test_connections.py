@@ -60,12 +60,12 @@ def handling(handle: Callable[[Request], object]) -> Iterator[RpcServer]:
 
 
 def test_replies_come_in_any_order_and_requests_in_theirs() -> None:
-    held: list[Request] = []
+    requests: list[Request] = []
 
     def handle(request: Request) -> None:
-        held.append(request)
-        if len(held) == 3:
-            for one in reversed(held):
+        requests.append(request)
+        if len(requests) == 3:
+            for one in reversed(requests):
                 threading.Thread(target=one.reply, args=({"number": one.header["number"]},)).start()
 
     with handling(handle) as server:
@@ -75,7 +75,7 @@ def test_replies_come_in_any_order_and_requests_in_theirs() -> None:
             calls[0].result(0.05)
         calls.append(client.call("wait", {"number": 2}))
         assert [call.result(10).header["number"] for call in calls] == [0, 1, 2]
-        assert [request.header["number"] for request in held] == [0, 1, 2]
+        assert [request.header["number"] for request in requests] == [0, 1, 2]
         client.close()
 
 
@@ -124,10 +124,10 @@ def add_until_lost(client: RpcClient, length: int, counts: list[int]) -> None:
     except ServerGone:
         pass
     ends = [call.exception(20) for call in calls]
-    answered = [end is None for end in ends]
-    assert answered == sorted(answered, reverse=True)  # none is answered after one that is not
+    are_answered = [end is None for end in ends]
+    assert are_answered == sorted(are_answered, reverse=True)  # none is answered after one that is not
     assert all(end is None or isinstance(end, ServerGone) for end in ends)
-    counts += [sum(answered), len(calls)]
+    counts += [sum(are_answered), len(calls)]
 
 
 @pytest.mark.parametrize("length", [3, 50_001])
@@ -208,9 +208,9 @@ def test_tensors_come_as_they_were_sent(server: RpcServer, kinds: list[Any], way
     tensors = [(torch.rand(shape) * 9).to(dtype) for dtype, shape in kinds]
     into: list[torch.Tensor] | None = None
     if way != "new":
-        into = [torch.zeros_like(each) for each in tensors]
+        into = [torch.zeros_like(tensor) for tensor in tensors]
     if way == "strided":
-        into = [torch.zeros((*each.shape, 2), dtype=each.dtype)[..., 0] for each in tensors]
+        into = [torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0] for tensor in tensors]
     client = RpcClient(server.endpoint, TOKEN, 8)
     came = client.call("echo", {}, tensors, into).result(20).arrays
     client.close()

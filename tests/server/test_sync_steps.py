@@ -39,7 +39,7 @@ def test_a_step_does_not_depend_on_the_order_of_arrival(orders: list[list[int]],
         for step, order in enumerate(orders):
             for worker in order:
                 workers[worker].accumulate(step, gradients(step, worker)).wait()
-            found = [workers[worker].squares(step, NAMES).wait() for worker in order]
+            replies = [workers[worker].squares(step, NAMES).wait() for worker in order]
             w.grad, dense = None, [gradients(step, worker)["w"] for worker in range(3)]
             for part in dense:
                 if isinstance(part, Tensor):
@@ -49,9 +49,9 @@ def test_a_step_does_not_depend_on_the_order_of_arrival(orders: list[list[int]],
             table.grad = total.as_sparse(7)
             squares = {"w": 0.0 if w.grad is None else float(w.grad.double().square().sum())}
             squares["table"] = float(total.rows.double().square().sum())
-            for each in found:
-                assert each == pytest.approx(squares, rel=1e-12)
-                assert each == found[0]
+            for reply in replies:
+                assert reply == pytest.approx(squares, rel=1e-12)
+                assert reply == replies[0]
             for param in (w, table):
                 if param.grad is not None:
                     param.grad *= 0.25

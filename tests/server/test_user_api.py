@@ -23,7 +23,7 @@ from colossus.server.store import ShardStore
 
 def _all_kinds(context: ParallelContext) -> dict[str, Any]:
     group, rank = context.group(context.grid.names), context.rank
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def meet() -> None:
         all_gather_object(None, group)
@@ -43,8 +43,8 @@ def _all_kinds(context: ParallelContext) -> dict[str, Any]:
         assert torch.equal(ps.receive(handle).wait(), first[name]), name
     meet()
     sent = [ps.send(handle, torch.full_like(tensors[name], rank + 1)) for name, handle in handles.items()]
-    for each in sent:
-        each.wait()
+    for request in sent:
+        request.wait()
     meet()
     for name, handle in handles.items():
         into = torch.empty_like(tensors[name])
@@ -57,13 +57,13 @@ def _all_kinds(context: ParallelContext) -> dict[str, Any]:
         ids = torch.tensor([6, 0, 6], dtype=torch.int32)
         ps.send(handles["matrix"], torch.ones(3, 3, dtype=torch.float64), ids=ids).wait()
     meet()
-    found["rows"] = ps.receive(handles["matrix"], ids=torch.tensor([6, 6, 1, 0])).wait()[:, 0].tolist()
-    found["zeros"] = [float(ps.receive(handles[name]).wait().abs().sum()) for name in ("scalar", "half", "counts")]
+    values["rows"] = ps.receive(handles["matrix"], ids=torch.tensor([6, 6, 1, 0])).wait()[:, 0].tolist()
+    values["zeros"] = [float(ps.receive(handles[name]).wait().abs().sum()) for name in ("scalar", "half", "counts")]
     meet()
     for handle in handles.values():
         ps.free(handle)
     again = ps.init(torch.full((2,), float(rank + 5)), "scalar")  # waits until all have freed the one before
-    found["again"] = ps.receive(again).wait().tolist()
+    values["again"] = ps.receive(again).wait().tolist()
     with pytest.raises(ValueError, match=r"ParameterServer\('half', bfloat16 \[3\]\) was freed"):
         ps.receive(handles["half"])
     meet()
@@ -75,12 +75,12 @@ def _all_kinds(context: ParallelContext) -> dict[str, Any]:
     else:
         ps.init(torch.ones(2), "odd")
     ps.close()
-    return found
+    return values
 
 
 def test_tensors_of_any_kind_from_three_ranks() -> None:
-    for found in run_ranks(3, _all_kinds):
-        assert found == {"rows": [2.0, 2.0, 0.0, 1.0], "zeros": [0.0, 0.0, 0.0], "again": [5.0, 5.0]}
+    for values in run_ranks(3, _all_kinds):
+        assert values == {"rows": [2.0, 2.0, 0.0, 1.0], "zeros": [0.0, 0.0, 0.0], "again": [5.0, 5.0]}
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_servers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         Servers([RpcClient(server.endpoint, token, worker) for server in servers], worker, workers)
         for worker in workers[1:]
     ]
-    made = [other.create({"own/table": torch.zeros(6, 2)}) for other in others]
+    creations = [other.create({"own/table": torch.zeros(6, 2)}) for other in others]
     table = ps.init(torch.zeros(6, 2), "table")
-    for handle in made:
+    for handle in creations:
         handle.wait(9.0)
     assert len(table.servers.sharding.loads) == 2
     ps.send(table, torch.ones(1, 2), ids=torch.tensor([4])).wait()

@@ -81,19 +81,21 @@ def train(rank: int, plan: dict[str, Any], microbatches: int) -> dict[str, Any]:
         train=dict(steps=STEPS, global_batch_size=SAMPLES, precision="fp64", clip_grad_norm=CLIP, seed=SEED),
     )
     engine = colossus.initialize(config, model=ours)
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     if engine.context.grid.world_size == 1:
-        found["start"] = {name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()}
+        numbers["start"] = {
+            name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()
+        }
     index, share = engine.context.index("data"), SAMPLES // engine.context.size("data")
     own = slice(index * share, (index + 1) * share)
     for number, batch in enumerate(batches()):
         mine = {"inputs": {key: value[own] for key, value in batch["inputs"].items()}, "labels": batch["labels"][own]}
         result = engine.train_step(mine)
-        found[f"loss {number}"], found[f"norm {number}"] = result.loss, result.grad_norm
+        numbers[f"loss {number}"], numbers[f"norm {number}"] = result.loss, result.grad_norm
     engine.model.eval()
-    found["evaluated"] = engine.eval_step(mine).loss
+    numbers["evaluated"] = engine.eval_step(mine).loss
     engine.close()
-    return found
+    return numbers
 
 
 def train_plain(start: dict[str, Tensor]) -> dict[str, float]:
@@ -102,7 +104,7 @@ def train_plain(start: dict[str, Tensor]) -> dict[str, float]:
     model.load_state_dict(start, strict=False)
     weight, bias = (nn.Parameter(start[f"head.{leaf}"].clone()) for leaf in ("weight", "bias"))
     params = [*model.parameters(), weight, bias]
-    found = {}
+    numbers = {}
     for number, batch in enumerate(batches()):
         drawn = drawn_in(number, NEGATIVES, CLASSES, seed=SEED)
         loss = sampled_loss(model(batch["inputs"]), batch["labels"], weight, bias, drawn) / (batch["labels"] >= 0).sum()
@@ -111,14 +113,14 @@ def train_plain(start: dict[str, Tensor]) -> dict[str, float]:
         loss.backward()
         grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in params]
         norm = torch.stack([grad.norm() for grad in grads]).norm()
-        found[f"loss {number}"], found[f"norm {number}"] = loss.item(), norm.item()
+        numbers[f"loss {number}"], numbers[f"norm {number}"] = loss.item(), norm.item()
         with torch.no_grad():
             for param, grad in zip(params, grads, strict=True):
                 param -= LR * min(1.0, CLIP / (norm.item() + 1e-6)) * grad
     with torch.no_grad():
         x, labels = model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
-        found["evaluated"] = F.cross_entropy(x @ weight.t() + bias.squeeze(1), labels).item()
-    return found
+        numbers["evaluated"] = F.cross_entropy(x @ weight.t() + bias.squeeze(1), labels).item()
+    return numbers
 
 
 def hybrid(way: str, **plan: Any) -> dict[str, Any]:
@@ -149,9 +151,9 @@ def plain() -> dict[str, float]:
 @pytest.mark.parametrize("name", but(RARE, PLANS))
 def test_rows_are_trained_as_in_plain_torch(name: str, plain: dict[str, float]) -> None:
     world, plan, microbatches = PLANS[name]
-    for found in run_ranks(world, train, plan, microbatches, with_context=False):
-        found.pop("start", None)
-        assert found == pytest.approx(plain, rel=1e-11, abs=1e-12)
+    for numbers in run_ranks(world, train, plan, microbatches, with_context=False):
+        numbers.pop("start", None)
+        assert numbers == pytest.approx(plain, rel=1e-11, abs=1e-12)
 
 
 class Refused(nn.Module):

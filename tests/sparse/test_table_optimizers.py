@@ -118,16 +118,16 @@ def refusals() -> dict[str, tuple[Any, Any, Any, str]]:
 
 def test_an_optimizer_that_does_not_fit_is_refused_before_the_first_step() -> None:
     def body(rank: int) -> dict[str, str]:
-        told = {}
+        messages = {}
         for name, (section, model, optimizer, _) in refusals().items():
             with pytest.raises(ValueError, match=r"table|sparse|rule") as caught:
                 colossus.initialize(config_of(section, data=2), model=model, loss_fn=loss_fn, optimizer=optimizer)
-            told[name] = str(caught.value)
-        return told
+            messages[name] = str(caught.value)
+        return messages
 
-    for told in run_ranks(2, body, with_context=False):
+    for messages in run_ranks(2, body, with_context=False):
         for name, (*_, words) in refusals().items():
-            assert words in told[name], (name, told[name])
+            assert words in messages[name], (name, messages[name])
 
 
 # -- gradients that are not finite, clipping --------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_elements_are_clipped() -> None:
     """``clip_grad_value``, the same for each way."""
 
     def body(rank: int) -> dict[str, tuple[list[dict[str, Tensor]], float]]:
-        found = {}
+        results = {}
         for data, way in ((2, "dense"), (2, "gather"), (2, "owners")):
             config = config_of(SGD, data, way, train=dict(clip_grad_value=1e-3))
             engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
@@ -188,11 +188,11 @@ def test_elements_are_clipped() -> None:
             result = engine.train_step(own_part(batch_of(0), engine))
             end = full_state_dict(engine.model, engine.context)
             engine.close()
-            found[way] = [start, end], result.grad_norm
-        return found
+            results[way] = [start, end], result.grad_norm
+        return results
 
-    (found, _) = run_ranks(2, body, with_context=False)
-    (start, end), norm = found["owners"]
+    (results, _) = run_ranks(2, body, with_context=False)
+    (start, end), norm = results["owners"]
     model = Words(nn).double()
     model.load_state_dict(start)
     total, count = loss_fn(model(batch_of(0)[0]), batch_of(0))
@@ -205,9 +205,9 @@ def test_elements_are_clipped() -> None:
         torch.testing.assert_close(end[name], start[name] - 0.5 * gradient.clamp(-1e-3, 1e-3), rtol=1e-10, atol=1e-12)
     assert norm == pytest.approx(square**0.5, rel=1e-10)
     for way in ("dense", "gather"):
-        assert found[way][1] == pytest.approx(norm, rel=1e-12)
+        assert results[way][1] == pytest.approx(norm, rel=1e-12)
         for name, value in end.items():
-            torch.testing.assert_close(found[way][0][1][name], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[way][0][1][name], value, rtol=1e-12, atol=1e-12)
 
 
 # -- going on ------------------------------------------------------------------------------------------------------
@@ -232,12 +232,12 @@ def test_a_chain_of_plans_is_one_run(rule: str, tmp_path: Path) -> None:
         runs.append(run_ranks(world, link, config, path, step, with_context=False)[0])
         path = tmp_path / str(step) / f"step-{step + 1:08d}"
     expected = in_torch(rule, runs[0].weights[0], None, range(len(links)))
-    found = Run()
-    found.losses, found.norms = [run.losses[0] for run in runs], [run.norms[0] for run in runs]
-    found.weights = [runs[0].weights[0], *(run.weights[1] for run in runs)]
-    found.state = runs[-1].state
-    assert found.state["0.words.weight"], "state of the tables went on"
-    assert_same(found, expected, rule)
+    joined = Run()
+    joined.losses, joined.norms = [run.losses[0] for run in runs], [run.norms[0] for run in runs]
+    joined.weights = [runs[0].weights[0], *(run.weights[1] for run in runs)]
+    joined.state = runs[-1].state
+    assert joined.state["0.words.weight"], "state of the tables went on"
+    assert_same(joined, expected, rule)
 
 
 def link(rank: int, config: dict[str, Any], path: Path | None, step: int) -> Run:

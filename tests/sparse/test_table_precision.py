@@ -39,11 +39,11 @@ def test_ways_are_one_process_of_the_same_precision(name: str) -> None:
     def body(rank: int) -> dict[str, Run]:
         return {way: train(config_of(precision, 2, way)) for way in ("dense", "gather", "owners")}
 
-    found = run_ranks(2, body, with_context=False)[0]
+    runs = run_ranks(2, body, with_context=False)[0]
     alone = run_ranks(1, lambda rank: train(config_of(precision, 1)), with_context=False)[0]
     exact = run_ranks(1, lambda rank: train(config_of("fp32", 1)), with_context=False)[0]
     loss, weight = BOUNDS[name]
-    for way, run in found.items():
+    for way, run in runs.items():
         assert run.losses == pytest.approx(alone.losses, rel=loss), way
         for table in TABLES:
             value, other, start = run.weights[-1][table], alone.weights[-1][table], alone.weights[0][table]

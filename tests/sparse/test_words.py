@@ -48,22 +48,22 @@ def config(trunk: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for trunk in TRUNKS if plan.get("sequence", 1) == 1 else ("gpt",):
         engine = colossus.initialize(config(trunk, plan))
         if engine.context.grid.world_size == 1:
-            found[f"{trunk} start"] = full_state_dict(engine.model, engine.context)
-            found[f"{trunk} start"] = {name: value.clone() for name, value in found[f"{trunk} start"].items()}
+            numbers[f"{trunk} start"] = full_state_dict(engine.model, engine.context)
+            numbers[f"{trunk} start"] = {name: value.clone() for name, value in numbers[f"{trunk} start"].items()}
         index, share = engine.context.index("data"), BATCH // engine.context.size("data")
         own = slice(index * share, (index + 1) * share)
         for step, batch in enumerate(batches()):
             mine = dict(inputs={key: ids[own] for key, ids in batch["inputs"].items()}, labels=batch["labels"][own])
             result = engine.train_step(mine)
-            found[f"{trunk} loss {step}"], found[f"{trunk} norm {step}"] = result.loss, result.grad_norm
+            numbers[f"{trunk} loss {step}"], numbers[f"{trunk} norm {step}"] = result.loss, result.grad_norm
         engine.model.eval()
-        found[f"{trunk} whole"] = engine.eval_step(mine).loss
+        numbers[f"{trunk} whole"] = engine.eval_step(mine).loss
         engine.close()
-    return found
+    return numbers
 
 
 class PlainWords(nn.Module):
@@ -93,30 +93,32 @@ class PlainWords(nn.Module):
 def train_plain(start: dict[str, Tensor], trunk: str) -> dict[str, float]:
     model = PlainWords(trunk).double()
     model.load_state_dict(start)
-    head, found = model.head, {}
+    head, numbers = model.head, {}
     for step, batch in enumerate(batches()):
         hidden = model(batch["inputs"])
         drawn = drawn_in(step, SIZES["num_samples"], SIZES["vocab_size"], seed=SEED)
         loss = sampled_loss(hidden, batch["labels"], head.weight, head.bias, drawn) / batch["labels"].numel()
         model.zero_grad()
         loss.backward()
-        norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm()
-        found[f"{trunk} loss {step}"], found[f"{trunk} norm {step}"] = loss.item(), norm.item()
+        norm = torch.stack(
+            [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        ).norm()
+        numbers[f"{trunk} loss {step}"], numbers[f"{trunk} norm {step}"] = loss.item(), norm.item()
         with torch.no_grad():
-            for each in model.parameters():
-                each -= LR * each.grad
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
     hidden = model(batch["inputs"])
     logits = F.linear(hidden, head.weight, head.bias.squeeze(1))
-    found[f"{trunk} whole"] = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
-    return found
+    numbers[f"{trunk} whole"] = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    return numbers
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, float]:
-    found = run_ranks(1, train, {}, with_context=False)[0]
-    starts = {trunk: found.pop(f"{trunk} start") for trunk in TRUNKS}
+    numbers = run_ranks(1, train, {}, with_context=False)[0]
+    starts = {trunk: numbers.pop(f"{trunk} start") for trunk in TRUNKS}
     want = {name: value for trunk, start in starts.items() for name, value in train_plain(start, trunk).items()}
-    assert found == pytest.approx(want, rel=1e-11)
+    assert numbers == pytest.approx(want, rel=1e-11)
     return want
 
 
@@ -133,9 +135,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", but(("1d", "2d", "3d", "data", "pipeline", "sequence"), PLANS))
 def test_words_are_learned_as_in_plain_torch(name: str, plain: dict[str, float]) -> None:
     world, plan = PLANS[name]
-    for found in run_ranks(world, train, plan, with_context=False):
-        assert found == pytest.approx({key: plain[key] for key in found}, rel=1e-11)
-        assert len(found) >= 2 * STEPS + 1
+    for numbers in run_ranks(world, train, plan, with_context=False):
+        assert numbers == pytest.approx({key: plain[key] for key in numbers}, rel=1e-11)
+        assert len(numbers) >= 2 * STEPS + 1
 
 
 BAD = [

@@ -176,6 +176,6 @@ def test_heads_that_do_not_divide_the_ranks_are_refused() -> None:
     def body(context: ParallelContext) -> None:
         build(lambda: layers.Attention(36, 6, 2), context)
 
-    said = "num_kv_heads = 2 does not divide the 3 ranks of tensor: .* each must serve equally many ranks"
-    with pytest.raises(RankError, match=said):
+    message = "num_kv_heads = 2 does not divide the 3 ranks of tensor: .* each must serve equally many ranks"
+    with pytest.raises(RankError, match=message):
         run_ranks(3, body)

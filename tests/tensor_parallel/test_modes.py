@@ -286,8 +286,8 @@ def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
     def body(context: ParallelContext) -> list[str]:
         return [words for dtype, cases in chosen.items() for words in compare_all(context, cases, [dtype])]
 
-    for rank, found in enumerate(MODES[mode].run(body, timeout=300)):
-        assert not found, f"rank {rank}: " + "\n".join(found[:20])
+    for rank, lines in enumerate(MODES[mode].run(body, timeout=300)):
+        assert not lines, f"rank {rank}: " + "\n".join(lines[:20])
 
 
 @pytest.mark.rest("2d_2x3", "2.5d_depth2")
@@ -316,15 +316,15 @@ def test_policies_of_what_was_gathered(mode: str) -> None:
     prepare(SOME, [torch.float64])
 
     def body(context: ParallelContext) -> list[str]:
-        found = []
+        lines = []
         for gathered, weights in POLICIES:
             policy = with_options(context, keep_gathered=gathered == "keep", weight_scope=weights)
             with policy:
-                found += [f"{gathered}, {weights}: {words}" for words in compare_all(policy, SOME, [torch.float64])]
-        return found
+                lines += [f"{gathered}, {weights}: {words}" for words in compare_all(policy, SOME, [torch.float64])]
+        return lines
 
-    for found in MODES[mode].run(body, timeout=120):
-        assert not found, "\n".join(found[:20])
+    for lines in MODES[mode].run(body, timeout=120):
+        assert not lines, "\n".join(lines[:20])
 
 
 @pytest.mark.parametrize("mode", ["1d_sequence", "3d", *long("1d", "2d_2x3", "2.5d_depth2", "3d_1x2x3", "data2_2d")])
@@ -377,8 +377,8 @@ def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -
             )
         )  # fmt: skip
     prepare(chosen, [torch.float64])
-    for found in MODES[mode].run(compare_all, chosen, [torch.float64], timeout=60):
-        assert not found, "\n".join(found[:20])
+    for lines in MODES[mode].run(compare_all, chosen, [torch.float64], timeout=60):
+        assert not lines, "\n".join(lines[:20])
 
 
 # -- the comparison is able to fail ---------------------------------------------------------------------------
@@ -414,8 +414,8 @@ def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
     titles = ("mlp, 3-D, bias True", "block, gpt, to_whole", "block, llama, to_residual")
     chosen = [case for case in ALL if case.title in titles]
     prepare(chosen, [torch.float64])
-    for found in MODES[mode].run(broken, chosen, what, timeout=60):
-        assert len(found) > 1, f"{what} is missing and nobody noticed"
+    for lines in MODES[mode].run(broken, chosen, what, timeout=60):
+        assert len(lines) > 1, f"{what} is missing and nobody noticed"
 
 
 # -- weights apart from the matmul ----------------------------------------------------------------------------
@@ -452,19 +452,19 @@ def deferred(context: ParallelContext) -> list[str]:
         weights.end_step()  # never told which backward was the last: it reduces here
 
     want = gradients(plain)
-    found = []
+    lines = []
     for act in (later, in_a_step):
         for name, grad in gradients(act).items():
-            found += close(f"{act.__name__}: {name}", grad, want[name], torch.float64)
-    return found
+            lines += close(f"{act.__name__}: {name}", grad, want[name], torch.float64)
+    return lines
 
 
 @pytest.mark.rest("3d_1x2x3-matmul", "1d-microbatch", "3d_1x2x3-microbatch")
 @pytest.mark.parametrize("scope", ["matmul", "microbatch", "step"])
 @pytest.mark.parametrize("mode", ["1d", "3d_1x2x3"])
 def test_weight_gradients_later_and_once_per_step(mode: str, scope: str) -> None:
-    for found in MODES[mode].run(deferred, weight_scope=scope):
-        assert not found, "\n".join(found)
+    for lines in MODES[mode].run(deferred, weight_scope=scope):
+        assert not lines, "\n".join(lines)
 
 
 def tied_by_assignment(context: ParallelContext) -> str:

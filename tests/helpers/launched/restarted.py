@@ -117,7 +117,7 @@ def _damage(how: str) -> None:
     elif how == "remove":
         file.unlink()
     else:
-        for path in itertools.chain(*(each.iterdir() for each in Path(_MEMORY).glob("step-*"))):
+        for path in itertools.chain(*(step.iterdir() for step in Path(_MEMORY).glob("step-*"))):
             path.write_bytes(b"")
 
 

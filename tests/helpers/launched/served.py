@@ -54,9 +54,9 @@ class _Model(torch.nn.Module):
 
 class _Signals(Hook):
     def on_step_end(self, engine: object, result: object) -> None:
-        told = os.environ.get("SIGNAL")
-        if told and result.step == 3 and os.environ["RANK"] == "0":
-            index, signum = map(int, told.split(":"))
+        order = os.environ.get("SIGNAL")
+        if order and result.step == 3 and os.environ["RANK"] == "0":
+            index, signum = map(int, order.split(":"))
             endpoints, _ = read_environment()
             os.kill(endpoints[index]["process"], signum)
         for death in os.environ.get("DEATHS", "").split():

@@ -100,7 +100,7 @@ def train(model: UserModel, plan: Plan) -> Run:
 
 def _samples(value: Any, which: slice) -> Any:
     if isinstance(value, dict):
-        return {key: _samples(each, which) for key, each in value.items()}
+        return {key: _samples(item, which) for key, item in value.items()}
     return value[which]
 
 
@@ -232,7 +232,7 @@ def judge(model: UserModel, plan: str, ends: Sequence[tuple[str, str]]) -> Cell:
         words = next(words for kind, words in ends if kind == "wrong")
         return Cell(model.name, plan, "wrong" if by_design is None else "differs", words)
     if refusals:
-        told = refusals[0]
-        is_expected = expected is not None and expected in told
-        return Cell(model.name, plan, "refused" if is_expected else "refused in other words", told)
+        refusal = refusals[0]
+        is_expected = expected is not None and expected in refusal
+        return Cell(model.name, plan, "refused" if is_expected else "refused in other words", refusal)
     return Cell(model.name, plan, "failed", next(f"{kind}: {words}" for kind, words in ends if kind != "equal"))
