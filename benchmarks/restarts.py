@@ -174,8 +174,8 @@ def measure_cost(workload: Workload, blocks: int) -> dict[str, list[float]]:
         series = common.alternate(runners, blocks, label="cost:")
         group.call("close")
     rows = [
-        (name, f"{Spread.of(taken).median * 1e3:.2f}", common.ratio(series, name, "without"))
-        for name, taken in series.items()
+        (name, f"{Spread.of(times).median * 1e3:.2f}", common.ratio(series, name, "without"))
+        for name, times in series.items()
     ]
     common.print_table(f"{workload}, data {WORLD}; {blocks} blocks", ("case", "ms/step", "time / without"), rows)
     return series

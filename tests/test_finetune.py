@@ -58,7 +58,7 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
         trace.gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
     trace.end = full_state_dict(engine.model, engine.context)
     parameters = dict(engine.model.named_parameters())
-    kept = {
+    names = {
         "frozen": sorted(
             name for name, param in parameters.items() if not param.requires_grad and param.grad is not None
         ),
@@ -66,7 +66,7 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
         "in the optimizer": [name for group in engine.optimizer.param_groups for name in group.get("param_names", [])],
     }
     engine.close()
-    return trace, kept
+    return trace, names
 
 
 def load_trunk(engine: Any, state: dict[str, Tensor]) -> None:
@@ -168,10 +168,10 @@ def test_one_process_follows_plain_torch() -> None:
 @pytest.mark.parametrize("plan", but(PLANS.keys() - {"zero3"}, PLANS))
 def test_every_plan_follows_one_process(plan: str) -> None:
     world, more = PLANS[plan]
-    for trace, kept in run_ranks(world, train, more, with_context=False):
+    for trace, names in run_ranks(world, train, more, with_context=False):
         for name, value in alone().start.items():
             assert torch.equal(trace.start[name], value), f"{name} starts differently"
         assert_follows(trace, alone())
-        assert kept["frozen"] == []
-        assert sorted(kept["in the optimizer"]) == kept["trained"]
-        assert all(example("finetune").is_adapter(name) for name in kept["trained"])
+        assert names["frozen"] == []
+        assert sorted(names["in the optimizer"]) == names["trained"]
+        assert all(example("finetune").is_adapter(name) for name in names["trained"])

@@ -96,8 +96,8 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
             base = node.module or ""
             if node.level:
                 parents = module.split(".") if is_package else module.split(".")[:-1]
-                kept = parents[: len(parents) - (node.level - 1)]
-                base = ".".join([*kept, base] if base else kept)
+                package = parents[: len(parents) - (node.level - 1)]
+                base = ".".join([*package, base] if base else package)
             yield node.lineno, base
             # `from colossus import layers` names a room, `from colossus.checkpoint import folder` a file
             yield from (

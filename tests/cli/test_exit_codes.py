@@ -45,13 +45,13 @@ def test_the_table_has_every_code_of_the_commands() -> None:
 
 
 def test_the_help_of_each_command_has_codes_of_the_table() -> None:
-    seen = 0
+    num_commands = 0
     for name in COMMANDS.values():
         for epilog in re.findall(r"exit codes: (.+?)(?= examples:| exit codes:|$)", help_of(name)):
             codes = {int(word) for word in re.findall(r"(?<![\w.-])(\d+)(?= [a-zA-Z])", epilog)}
             assert {0, 1, 2} <= codes <= set(OTHERS), (name, codes)
-            seen += 1
-    assert seen > 10
+            num_commands += 1
+    assert num_commands > 10
 
 
 def test_commands_end_with_the_codes_of_the_table(

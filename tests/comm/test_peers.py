@@ -31,12 +31,12 @@ def _exchange(context: ParallelContext) -> dict[str, object]:
             data = links.buffer(size)
             data.fill_(me * 16 + number)
             links.send(others, 3, number, data, me + 0.5, owned=True)
-    seen = []
+    are_whole = []
     for source in reversed(others):
         for number in (3, 0, 2, 1):  # in any order
             message = links.receive(source, 3, number)
             right = message.data.numel() == sizes[number] and bool((message.data == source * 16 + number).all())
-            seen.append(right and message.meta == source + 0.5)
+            are_whole.append(right and message.meta == source + 0.5)
             links.release(message.data)
     again = links.buffer(12345)
     links.send((me + 1) % group.size, 4, 7, again)
@@ -46,7 +46,7 @@ def _exchange(context: ParallelContext) -> dict[str, object]:
         messages = links.take(4)
     links.close()
     return dict(
-        seen=seen,
+        whole=are_whole,
         sent=links.bytes_sent,
         counted=moved.bytes("data", "send"),
         took=[(m.source, m.number) for m in messages],
@@ -55,7 +55,7 @@ def _exchange(context: ParallelContext) -> dict[str, object]:
 
 def test_messages_of_any_size_come_whole_between_all() -> None:
     for index, result in enumerate(run_ranks(3, _exchange, plan=grid(data=3))):
-        assert result["seen"] == [True] * 8
+        assert result["whole"] == [True] * 8
         assert result["counted"] == 2 * (1 + 12345 + (4 << 20))
         assert result["sent"] == result["counted"] + 12345
         assert result["took"] == [((index - 1) % 3, 7)]

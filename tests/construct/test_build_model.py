@@ -297,8 +297,8 @@ def test_materialize_false_stays_on_meta() -> None:
 def _use(act: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def factory() -> nn.Module:
         layer = layers.Linear(4, 4)
-        kept = act(layer)
-        return kept if isinstance(kept, nn.Module) else layer
+        replacement = act(layer)
+        return replacement if isinstance(replacement, nn.Module) else layer
 
     return factory
 

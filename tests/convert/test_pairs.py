@@ -115,7 +115,7 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
         _OF_LLAMA,
     ),
     "qwen3": (qwen3, IDS[:2], _OF_LLAMA),
-    "mixtral": (mixtral, IDS[:2], {name: each for name, each in _OF_LLAMA.items() if "mlp" not in name}),
+    "mixtral": (mixtral, IDS[:2], {name: split for name, split in _OF_LLAMA.items() if "mlp" not in name}),
     "gpt2": (gpt2, IDS[:2], columns_and_rows("transformer.h.mlp.c_fc", "transformer.h.mlp.c_proj")),
     "bert": (
         lambda: bert(**_NO_DROPOUT),
@@ -327,7 +327,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 _LONG = (*(f"{mode}, all" for mode in MODES), "3d_2x1x2")
 
 
-@pytest.mark.parametrize("plan", [pytest.param(each, marks=[pytest.mark.long] * (each in _LONG)) for each in PLANS])
+@pytest.mark.parametrize("plan", [pytest.param(key, marks=[pytest.mark.long] * (key in _LONG)) for key in PLANS])
 @pytest.mark.rest("2d")
 def test_pairs_train_as_in_plain_torch(plan: str) -> None:
     world, tensor, names = PLANS[plan]

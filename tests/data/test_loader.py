@@ -149,8 +149,8 @@ def test_validation_is_the_same_each_time_and_in_order(size: int) -> None:
         next(iter(parts[0]))  # an evaluation that stopped early
         runs = [list(part) for part in parts]
         assert [len(run) for run in runs] == [4] * size
-        seen = [i for step in zip(*runs, strict=True) for part in step for i in ids(part)]
-        assert seen == list(range(27))
+        numbers = [i for step in zip(*runs, strict=True) for part in step for i in ids(part)]
+        assert numbers == list(range(27))
         assert [len(ids(run[-1])) for run in runs] == {1: [3], 2: [1, 2], 4: [0, 1, 1, 1]}[size]  # 27 = 3 x 8 + 3
 
 

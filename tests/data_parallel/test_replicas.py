@@ -59,7 +59,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in full_state_dict(engine.model, engine.context, aliases=False).items()}
 
 
-class Seen:
+class RecordedReplica:
     """What a rank has seen."""
 
     losses: list[float]
@@ -68,23 +68,23 @@ class Seen:
     own: dict[str, Tensor]
 
 
-def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float) -> Seen:
+def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float) -> RecordedReplica:
     """Trains replicas apart, and evaluates their average."""
     strategy = dict(type=Apart, travelling=travelling)
     engine = colossus.initialize(settings_of({**parallel, "strategy": strategy}, precision))
     for step in range(2):
         assert engine.train_step(own_part(engine, step)).replica == engine.context.index("data")
-    seen, before = Seen(), stored(engine)
-    seen.own = whole(engine)
+    record, before = RecordedReplica(), stored(engine)
+    record.own = whole(engine)
     assert engine.strategy.consensus() == {}
-    seen.losses = [engine.eval_step(own_part(engine, 7)).loss]
+    record.losses = [engine.eval_step(own_part(engine, 7)).loss]
     assert is_same(stored(engine), before)
-    seen.distances = engine.strategy.consensus()
+    record.distances = engine.strategy.consensus()
     with engine.strategy.evaluation():
         with accounting.count() as moved:
-            seen.losses.append(engine.eval_step(own_part(engine, 7)).loss)
+            record.losses.append(engine.eval_step(own_part(engine, 7)).loss)
         assert moved.bytes("data") < 200, "the average is made once around a loop"
-        seen.inside = whole(engine)
+        record.inside = whole(engine)
         with pytest.raises(RuntimeError, match="no step can be trained inside of"):
             engine.train_step(own_part(engine, 2))
         with pytest.raises(colossus.checkpoint.CheckpointError, match="no checkpoint can be saved or loaded inside of"):
@@ -96,11 +96,11 @@ def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float
     with engine.strategy.export():
         exported = whole(engine)
     assert is_same(stored(engine), before)
-    assert_close_states(exported, seen.inside, "export", atol=0.0)
+    assert_close_states(exported, record.inside, "export", atol=0.0)
     engine.train_step(own_part(engine, 2))
     assert engine.strategy.consensus() == {}
     engine.close()
-    return seen
+    return record
 
 
 def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
@@ -116,7 +116,7 @@ def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     world, parallel, travelling = PLANS[plan]
     ranks = run_ranks(world, looks, parallel, "fp64", travelling, with_context=False)
     num = parallel["data"]
-    of_replicas = [seen.own for seen in (ranks[:: world // num] if plan != "pipeline" else ranks[:num])]
+    of_replicas = [record.own for record in (ranks[:: world // num] if plan != "pipeline" else ranks[:num])]
     weights = [1 + travelling * index for index in range(num)]
     mean = {
         name: sum(weight * own[name] for weight, own in zip(weights, of_replicas, strict=True)) / sum(weights)
@@ -128,11 +128,11 @@ def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     norm = sum(value.square().sum().item() for value in mean.values()) ** 0.5
     squares = [sum((own[name] - value).square().sum().item() for name, value in mean.items()) for own in of_replicas]
     distance = (sum(squares) / num) ** 0.5
-    for seen in ranks:
-        assert seen.losses == pytest.approx([loss, loss], rel=1e-12)
-        assert_close_states(seen.inside, mean, "average", atol=1e-14)
-        assert seen.distances["consensus_distance"] == pytest.approx(distance, rel=1e-9)
-        assert seen.distances["consensus_distance_relative"] == pytest.approx(distance / norm, rel=1e-9)
+    for record in ranks:
+        assert record.losses == pytest.approx([loss, loss], rel=1e-12)
+        assert_close_states(record.inside, mean, "average", atol=1e-14)
+        assert record.distances["consensus_distance"] == pytest.approx(distance, rel=1e-9)
+        assert record.distances["consensus_distance_relative"] == pytest.approx(distance / norm, rel=1e-9)
 
 
 class Normed(nn.Module):
@@ -203,20 +203,20 @@ def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, .
     engine = colossus.initialize(config)
     batches = [own_part(engine, step) for step in range(6)]
     engine.loaders = SimpleNamespace(train=batches, validation=None, validation_missing="", description="made here")  # type: ignore[assignment]
-    watched, shown, path = StopsAfter(stops_after), io.StringIO(), folder / f"{rank}.jsonl"
-    summary = fit(engine, [Metrics(path), Display(folder, shown), watched])
+    watched, screen, path = StopsAfter(stops_after), io.StringIO(), folder / f"{rank}.jsonl"
+    summary = fit(engine, [Metrics(path), Display(folder, screen), watched])
     engine.close()
     numbers = []
     for result in watched.results:
         numbers.append((result.replica, result.loss, result.tokens, result.grad_norm, result.replica_tokens))
     rows = [json.loads(line) for line in path.read_text().splitlines()] if rank == 0 else []
-    return numbers, shown.getvalue(), summary, rows
+    return numbers, screen.getvalue(), summary, rows
 
 
 def test_own_numbers_are_marked(tmp_path: Path) -> None:
     """At logging steps and the last they are of all replicas, else of one, and say so."""
-    (one, shown, summary, rows), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 0, with_context=False)
-    lines = [line for line in shown.splitlines() if line.startswith("step")]
+    (one, text, summary, rows), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 0, with_context=False)
+    lines = [line for line in text.splitlines() if line.startswith("step")]
     assert [numbers[0] for numbers in one] == [0, None, 0, None, 0, None]
     assert [numbers[0] for numbers in other] == [1, None, 1, None, 1, None]
     for row, line, mine, theirs in zip(rows, lines, one, other, strict=True):

@@ -99,13 +99,13 @@ def _sleeps(rank: int, strategy: dict[str, Any]) -> tuple[str, str, float]:
     store = engine.context.store()
     for _ in range(3):
         engine.train_step(batch())
-    told, began = ("", "", 0.0), time.monotonic()
+    ending, began = ("", "", 0.0), time.monotonic()
     if rank == 0:
         try:
             while time.monotonic() - began < 10:
                 engine.train_step(batch())
         except RuntimeError as error:
-            told = str(error), kind_of(error), time.monotonic() - began
+            ending = str(error), kind_of(error), time.monotonic() - began
             engine.close()  # does not wait for the other, either
         store.set("told", "")
     else:
@@ -114,7 +114,7 @@ def _sleeps(rank: int, strategy: dict[str, Any]) -> tuple[str, str, float]:
         raise RuntimeError("as the step of the other")
     except RuntimeError:
         engine.close()
-    return told
+    return ending
 
 
 @pytest.mark.parametrize(

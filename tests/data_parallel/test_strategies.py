@@ -111,7 +111,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     engine = colossus.initialize(settings, model=Odd, loss_fn=_odd_loss)
     storages = {param.untyped_storage().data_ptr(): param.untyped_storage() for param in engine.model.parameters()}
     stored_bytes = sum(storage.nbytes() for storage in storages.values())
-    seen: list[tuple[float, float]] = []
+    numbers: list[tuple[float, float]] = []
     gathered: list[int] = []
 
     class Watch(StepObserver):
@@ -126,12 +126,12 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
         part = ids[index * 8 // size : (index + 1) * 8 // size]
         last = {"inputs": part[:, :-1], "labels": part[:, 1:]}
         result = engine.train_step(last)
-        seen.append((result.loss, result.grad_norm))
+        numbers.append((result.loss, result.grad_norm))
     evaluated = engine.eval_step(last).loss
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     state = full_state_dict(engine.model, engine.context)
     engine.close()
-    return seen, evaluated, gradients, state, stored_bytes, gathered
+    return numbers, evaluated, gradients, state, stored_bytes, gathered
 
 
 @pytest.mark.rest("3-microbatch", "2-step", "3-matmul")
@@ -139,10 +139,10 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     ("stage", "scope"), [(1, "matmul"), (2, "step"), (3, "matmul"), (3, "microbatch"), (3, "step")]
 )
 def test_plain_modules_are_gathered_by_block(stage: int, scope: str) -> None:
-    (seen, evaluated, gradients, state, stored_bytes, _) = odd_alone()
+    (numbers, evaluated, gradients, state, stored_bytes, _) = odd_alone()
     traces = run_ranks(2, _odd_run, dict(data=2, zero=stage), scope, with_context=False)
     for mine, my_evaluation, my_gradients, my_state, my_bytes, gathered in traces:
-        assert mine == [pytest.approx(pair, rel=1e-10) for pair in seen]
+        assert mine == [pytest.approx(pair, rel=1e-10) for pair in numbers]
         assert my_evaluation == pytest.approx(evaluated, rel=1e-9)
         assert list(my_gradients) == list(gradients)
         assert "unused.weight" not in gradients

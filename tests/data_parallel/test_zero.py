@@ -349,50 +349,50 @@ def _watched(rank: int, parallel: dict[str, Any], model: type[nn.Module], recomp
         optimizer=OPTIMIZERS["SGD"],
         train=dict(steps=5, global_batch_size=8, precision="fp64", seed=5, activation_checkpoint=recompute),
     )
-    seen, gather, start = Watched(), ShardedBlock.gather, RowGradients.start
+    watched, gather, start = Watched(), ShardedBlock.gather, RowGradients.start
 
     def watched_gather(block: ShardedBlock) -> None:
         blocks = engine.store.blocks
         if not block.is_whole and block is not blocks[0]:
-            seen.ahead.append(bool(block._gathers))
+            watched.ahead.append(bool(block._gathers))
         gather(block)
-        seen.most_ahead = max(seen.most_ahead, sum(bool(other._gathers) for other in blocks))
-        seen.most_whole = max(seen.most_whole, sum(other.is_whole for other in blocks[1:]))
+        watched.most_ahead = max(watched.most_ahead, sum(bool(other._gathers) for other in blocks))
+        watched.most_whole = max(watched.most_whole, sum(other.is_whole for other in blocks[1:]))
 
     def watched_start(gradients: RowGradients) -> None:
-        seen.inside.append(torch._C._current_graph_task_id() != -1)
+        watched.inside.append(torch._C._current_graph_task_id() != -1)
         start(gradients)
 
     ShardedBlock.gather, RowGradients.start = watched_gather, watched_start
     engine = colossus.initialize(config, model=model, loss_fn=_loss)
     for step in range(5):
         if step == 3:
-            seen.ahead.clear()
-            seen.inside.clear()
-            seen.most_whole = 0
+            watched.ahead.clear()
+            watched.inside.clear()
+            watched.most_whole = 0
         ids = torch.randint(0, 31, (8, 6), generator=torch.Generator().manual_seed(step))
         ids = ids.chunk(engine.context.size("data"))[engine.context.index("data")]
         batch = dict(inputs=ids[:, :-1], labels=ids[:, 1:])
-        seen.losses.append(engine.train_step(batch).loss)
+        watched.losses.append(engine.train_step(batch).loss)
         assert not any(block._gathers for block in engine.store.blocks), "an update follows"
-        seen.losses.append(engine.eval_step(batch).loss)
+        watched.losses.append(engine.eval_step(batch).loss)
     engine.close()
     ShardedBlock.gather, RowGradients.start = gather, start
-    return seen
+    return watched
 
 
 @pytest.mark.parametrize("model", [Net, Turning])
 def test_blocks_are_gathered_ahead_and_reduced_in_backward(model: type[nn.Module]) -> None:
     losses = run_ranks(1, _watched, {}, model, with_context=False)[0].losses
     for stage in (2, 3):
-        seen = run_ranks(2, _watched, dict(data=2, zero=stage), model, with_context=False)[0]
-        assert seen.losses == pytest.approx(losses, rel=1e-10)
-        assert seen.most_ahead <= 1
+        watched = run_ranks(2, _watched, dict(data=2, zero=stage), model, with_context=False)[0]
+        assert watched.losses == pytest.approx(losses, rel=1e-10)
+        assert watched.most_ahead <= 1
         if model is Net and stage == 2:  # one bucket of blocks, and the root's, both complete within backward
-            assert seen.inside == [True, True] * 2
+            assert watched.inside == [True, True] * 2
         elif model is Net:  # forward, backward, forward of an evaluation; three blocks, after them the root's gradients
-            assert seen.ahead == [False, True, True] * 6
-            assert seen.inside == [True, True, True, False] * 2
+            assert watched.ahead == [False, True, True] * 6
+            assert watched.inside == [True, True, True, False] * 2
 
 
 class Attended(nn.Module):
@@ -437,6 +437,6 @@ class Attending(nn.Module):
 def test_few_blocks_that_share_an_input_are_whole_at_once(model: type[nn.Module], recompute: str, whole: int) -> None:
     """One that begins its backward, the one behind it, and one between them that does nothing."""
     losses = run_ranks(1, _watched, {}, model, with_context=False)[0].losses
-    for seen in run_ranks(2, _watched, dict(data=2, zero=3), model, recompute, with_context=False):
-        assert seen.losses == pytest.approx(losses, rel=1e-10)
-        assert (len(seen.ahead), seen.most_whole) == (2 * 18, whole)
+    for watched in run_ranks(2, _watched, dict(data=2, zero=3), model, recompute, with_context=False):
+        assert watched.losses == pytest.approx(losses, rel=1e-10)
+        assert (len(watched.ahead), watched.most_whole) == (2 * 18, whole)

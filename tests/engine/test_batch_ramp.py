@@ -87,7 +87,7 @@ def test_no_sample_is_left_out_or_comes_twice(data: int) -> None:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-class Told:
+class RecordedRun:
     """Of a run: losses and tokens by step, and the weights at its two ends."""
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ PLANS: dict[str, dict[str, Any]] = {
 RESUMED = ("data", "pipeline")
 
 
-def runs_of(rank: int, folder: str) -> dict[str, Told]:
-    runs = {name: Told() for name in (*PLANS, "resumed")}
+def runs_of(rank: int, folder: str) -> dict[str, RecordedRun]:
+    runs = {name: RecordedRun() for name in (*PLANS, "resumed")}
     for name, plan in PLANS.items():
         engine = colossus.initialize(config(**plan))
         runs[name].train(engine, STEPS)
@@ -137,13 +137,13 @@ def runs_of(rank: int, folder: str) -> dict[str, Told]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RecordedRun]:
     return run_ranks(2, runs_of, str(tmp_path_factory.mktemp("saved")), with_context=False)[0]
 
 
 @pytest.mark.parametrize("name", ["data", "pipeline", "zero", "resumed"])
-def test_a_growing_batch_is_the_run_of_plain_torch(name: str, told: dict[str, Told]) -> None:
-    run, samples, place = told[name], Sentences(), 0
+def test_a_growing_batch_is_the_run_of_plain_torch(name: str, runs: dict[str, RecordedRun]) -> None:
+    run, samples, place = runs[name], Sentences(), 0
     twin = PlainGPT(**SIZES).double()
     twin.load_state_dict(run.start)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=0.0, weight_decay=0.1)
@@ -167,17 +167,17 @@ def test_a_growing_batch_is_the_run_of_plain_torch(name: str, told: dict[str, To
     assert_close_states(end, wanted, "weight", atol=1e-10)
 
 
-def test_dropout_follows_the_samples(told: dict[str, Told]) -> None:
-    mine, other = told["dropout, data"], told["dropout, pipeline"]
+def test_dropout_follows_the_samples(runs: dict[str, RecordedRun]) -> None:
+    mine, other = runs["dropout, data"], runs["dropout, pipeline"]
     assert mine.losses == pytest.approx(other.losses, rel=1e-10)
-    assert relative(mine.losses[0], told["data"].losses[0]) > 1e-4
+    assert relative(mine.losses[0], runs["data"].losses[0]) > 1e-4
 
 
-def test_replicas_that_step_by_themselves_have_their_part_of_the_batch(told: dict[str, Told]) -> None:
+def test_replicas_that_step_by_themselves_have_their_part_of_the_batch(runs: dict[str, RecordedRun]) -> None:
     order, samples, place = endless_order(), Sentences(), 0
     for step, size in enumerate(GROWING):
         own = order[place : place + (size if step % 2 else size // 2)]  # every other step is of all replicas
-        assert told["local_sgd"].tokens[step] == sum(int((samples[at]["labels"] >= 0).sum()) for at in own)
+        assert runs["local_sgd"].tokens[step] == sum(int((samples[at]["labels"] >= 0).sum()) for at in own)
         place += size
 
 

@@ -44,14 +44,14 @@ class Running(nn.Module):
         self.register_buffer("constant", torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, seen = (x - self.mean) * (1 + self.square), x.detach()
+        x, rows = (x - self.mean) * (1 + self.square), x.detach()
         if self.training:
-            self.mean.lerp_(seen.mean(0), 0.2)
-            self.square = 0.9 * self.square + 0.1 * seen.square().mean(0)
-            self.hidden.data.mul_(0.5).add_(seen.mean(0), alpha=0.5)
+            self.mean.lerp_(rows.mean(0), 0.2)
+            self.square = 0.9 * self.square + 0.1 * rows.square().mean(0)
+            self.hidden.data.mul_(0.5).add_(rows.mean(0), alpha=0.5)
             self.count += 1
         else:
-            self.evaluated.lerp_(seen.mean(0), 0.5)
+            self.evaluated.lerp_(rows.mean(0), 0.5)
         return x
 
 

@@ -173,12 +173,12 @@ def rates(engine: Any) -> list[tuple[float, float, float]]:
 def test_a_run_goes_on_with_its_groups_under_another_plan(tmp_path: Path) -> None:
     path = saved(tmp_path, world=2, parallel=dict(data=2, zero=3), optimizer=RULED)
     wanted = [(1e-2, 0.01, 0.9), (1e-2, 0.0, 0.9), (5e-3, 0.01, 0.8), (5e-3, 0.0, 0.8)]
-    for seen, warning, refused in load(
+    for groups, warnings, refused in load(
         path, settings(tmp_path / "two", dict(tensor=2), optimizer=RULED, train=dict(steps=4)), rates, world=2
     ):
         assert not refused
-        assert not warning
-        assert seen == [pytest.approx(group) for group in wanted]
+        assert not warnings
+        assert groups == [pytest.approx(group) for group in wanted]
     one_rule = dict(lr=1e-2, groups=RULED["groups"][:1])  # type: ignore[index]
     other = dict(lr=1e-2, groups=[RULED["groups"][0], dict(match="down.*", lr_scale=0.25, betas=(0.8, 0.9))])  # type: ignore[index]
     for section, words in ((other, "lr was 0.005 and is 0.0025"), (one_rule, "4 groups of parameters, this run has 2")):
@@ -205,8 +205,8 @@ def words(rank: int) -> list[dict[str, Any]]:
 
 def test_tables_and_frozen_parameters_of_a_pipeline() -> None:
     first, second = run_ranks(2, words, with_context=False)
-    shown = [(group.get("name"), group.get("row_rule"), group["lr"], group["n"]) for group in first]
-    assert shown == [
+    options_of_groups = [(group.get("name"), group.get("row_rule"), group["lr"], group["n"]) for group in first]
+    assert options_of_groups == [
         (None, None, pytest.approx(0.05), 0),
         (None, None, pytest.approx(0.1), 0),
         ("tables", "adagrad", pytest.approx(0.1), 1),

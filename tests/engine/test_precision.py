@@ -177,10 +177,10 @@ Y = torch.tensor([[1001.3], [70001.0], [0.1], [-3.0]])
 def _not_rounded(rank: int, precision: Any, parallel: dict[str, Any]) -> Any:
     """Targets as the loss sees them, state at the start and the end, and of each parameter the dtypes of what compute
     sees, of what is stored, and of its gradient."""
-    seen: list[float] = []
+    targets: list[float] = []
 
     def loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        seen.extend(batch[1].flatten().tolist())
+        targets.extend(batch[1].flatten().tolist())
         return (out - batch[1]).square().sum(), len(out)
 
     config = dict(
@@ -206,14 +206,14 @@ def _not_rounded(rank: int, precision: Any, parallel: dict[str, Any]) -> Any:
         }
     end = full_state_dict(engine.model, engine.context)
     engine.close()
-    return seen, start, end, dtypes
+    return targets, start, end, dtypes
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_is_not_trained_is_not_rounded_to_narrow_parameters(precision: str) -> None:
-    seen, start, end, dtypes = _not_rounded(0, dict(params=precision), {})
+    targets, start, end, dtypes = _not_rounded(0, dict(params=precision), {})
     _, wide, *_ = _not_rounded(0, "fp32", {})
-    assert seen == Y.flatten().tolist()
+    assert targets == Y.flatten().tolist()
     low = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]
     for name, value in wide.items():
         is_rounded = name.partition(".")[0] in ("linear", "out")

@@ -264,8 +264,8 @@ def test_log_probabilities_in_the_data_are_as_good_as_the_reference(tmp_path: Pa
             batch = rows_of(engine, step)
             if reference is None:
                 log_probs = model(batch["inputs"]).log_softmax(-1)
-                picked = log_probs.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
-                batch["reference_log_probs"] = picked.detach()
+                label_log_probs = log_probs.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+                batch["reference_log_probs"] = label_log_probs.detach()
             mine.append(engine.train_step(batch).loss)
         losses.append(mine)
         engine.close()

@@ -60,7 +60,7 @@ class Case:
 
 
 @dataclass
-class Seen:
+class Outcome:
     """How a run with a fault ended.
 
     Attributes:
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
                 yield Case(fault, moment, plan)
 
 
-def run(case: Case, folder: Path) -> Seen:
+def run(case: Case, folder: Path) -> Outcome:
     """Run it in an empty folder, which should be empty of processes, and its ``tmp`` of files, afterwards."""
     (folder / "tmp").mkdir(parents=True)
     culprit = 0 if case.fault == "disk" else CULPRIT  # that writes the metrics
@@ -119,25 +119,25 @@ def run(case: Case, folder: Path) -> Seen:
         over = time.time()
     seconds = over - float(injected.read_text()) if injected.exists() else None
     codes = [code for code, _, _ in ended]
-    return Seen(seconds, codes, "".join(out + err for _, out, err in ended), leftovers(folder))
+    return Outcome(seconds, codes, "".join(out + err for _, out, err in ended), leftovers(folder))
 
 
-def problems(case: Case, seen: Seen, *, timed: bool = True) -> list[str]:
+def problems(case: Case, outcome: Outcome, *, timed: bool = True) -> list[str]:
     """What is not as expected, in words; on a busy machine the seconds say nothing."""
-    lines = [f"left behind: {name}" for name in seen.left]
-    if seen.seconds is None:
+    lines = [f"left behind: {name}" for name in outcome.left]
+    if outcome.seconds is None:
         return [*lines, "never came to the fault"]
     most = MOST_SECONDS.get(case.kind)
-    if timed and most is not None and seen.seconds > most:
-        lines.append(f"took {seen.seconds:.1f} s, more than {most:g}")
+    if timed and most is not None and outcome.seconds > most:
+        lines.append(f"took {outcome.seconds:.1f} s, more than {most:g}")
     codes = expected_codes(case)
-    if not all(code in codes for code in seen.codes):
-        lines.append(f"exit codes {seen.codes}, not of {sorted(codes)}")
-    if case.kind in ("error", "hang") and not seen.named:
+    if not all(code in codes for code in outcome.codes):
+        lines.append(f"exit codes {outcome.codes}, not of {sorted(codes)}")
+    if case.kind in ("error", "hang") and not outcome.named:
         lines.append(f"rank {CULPRIT} is not named")
-    if "Traceback" in seen.text and case.kind in ("stop", "kill-launcher", "disk"):
+    if "Traceback" in outcome.text and case.kind in ("stop", "kill-launcher", "disk"):
         lines.append("a traceback")
-    if case.fault == "disk" and "done: 12 steps" not in seen.text:
+    if case.fault == "disk" and "done: 12 steps" not in outcome.text:
         lines.append("did not train on")
     return lines
 

@@ -238,14 +238,14 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("said", WRITTEN)
-def test_which_family_a_llama_is_of(said: str) -> None:
-    options = MODELS.options("Llama")(**WRITTEN[said])
-    if said.startswith("no"):
-        with pytest.raises(CheckpointError, match=said):
+@pytest.mark.parametrize("outcome", WRITTEN)
+def test_which_family_a_llama_is_of(outcome: str) -> None:
+    options = MODELS.options("Llama")(**WRITTEN[outcome])
+    if outcome.startswith("no"):
+        with pytest.raises(CheckpointError, match=outcome):
             family_of("Llama", options)
     else:
-        assert family_of("Llama", options).model_type == said
+        assert family_of("Llama", options).model_type == outcome
 
 
 def _config(**model: Any) -> dict[str, Any]:

@@ -36,20 +36,20 @@ class FakeSearch:
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
 
-    def __call__(self, config: Config, hardware: Any, **asked: Any) -> SearchResult:
-        self.asked = dict(hardware=hardware.name, **asked)
-        options = {key: asked[key] for key in ("hosts", "keep")}
+    def __call__(self, config: Config, hardware: Any, **arguments: Any) -> SearchResult:
+        self.asked = dict(hardware=hardware.name, **arguments)
+        options = {key: arguments[key] for key in ("hosts", "keep")}
         every = [
             plan
-            for layout in layouts(config, asked["devices"], **options)
-            for plan in plans(config, asked["devices"], layout, **options)
+            for layout in layouts(config, arguments["devices"], **options)
+            for plan in plans(config, arguments["devices"], layout, **options)
         ]
-        fitting = [plan for plan in every if plan.config.parallel.pipeline.size == asked["keep"].get("pipeline", 1)]
+        fitting = [plan for plan in every if plan.config.parallel.pipeline.size == arguments["keep"].get("pipeline", 1)]
         best = max(fitting, key=lambda p: (p.config.parallel.zero.stage, -p.config.schedule.microbatches))
         stored = StoredBytes(24, 0, 0, 0, 0)
         memory = PlanMemory((RankMemory(0, (0,), 1, stored, dict(weights=24, activations=1000)),))
         estimate = PlanEstimate(best.config, best.overrides, 0.5, 4.0, None, None, memory, {}, {}, 0.0, [])
-        fits = memory.fullest.total <= asked["memory"]
+        fits = memory.fullest.total <= arguments["memory"]
         return SearchResult([estimate] if fits else [], len(every), None if fits else estimate, 0.1)
 
 
@@ -75,10 +75,10 @@ def test_what_is_given_stays_and_the_rest_is_asked_for(search: FakeSearch, tmp_p
         tmp_path, dict(auto=auto, tensor=dict(mode="2d"), rank_order=["data", "pipeline", "sequence", "tensor"])
     )
     planned = resolve_planned(state_config(path, ["parallel.zero=1", "schedule.microbatches=1"]), 8, hosts=2)
-    asked = search.asked
-    assert asked["keep"] == {"tensor": {"mode": "2d"}, "zero": {"stage": 1}, **auto["keep"]}
-    assert (asked["devices"], asked["hosts"], asked["memory"]) == (8, 2, 60e9)
-    assert asked["hardware"] == "H100 (data sheet)"
+    arguments = search.asked
+    assert arguments["keep"] == {"tensor": {"mode": "2d"}, "zero": {"stage": 1}, **auto["keep"]}
+    assert (arguments["devices"], arguments["hosts"], arguments["memory"]) == (8, 2, 60e9)
+    assert arguments["hardware"] == "H100 (data sheet)"
     parallel = planned.config.parallel
     assert (parallel.pipeline.size, parallel.tensor.mode, parallel.zero.stage, parallel.auto) == (2, "2d", 1, None)
     assert planned.config.schedule.type == "zb-h1"
@@ -100,9 +100,9 @@ def test_dry_run_and_show_tell_the_plan(search: FakeSearch, tmp_path: Path, caps
     assert "plan        data 2, ZeRO 3: 2 processes" in out
     assert "predicted   0.5 s a step" in out
     assert main(["show", path, "--nproc", "2"]) == 0
-    shown = capsys.readouterr()
-    assert "plan        data 2, ZeRO 3: 2 processes" in shown.out
-    assert "predicted   0.5 s a step" in shown.err
+    printed = capsys.readouterr()
+    assert "plan        data 2, ZeRO 3: 2 processes" in printed.out
+    assert "predicted   0.5 s a step" in printed.err
 
 
 def test_colossus_plan_asks_the_same(search: FakeSearch, tmp_path: Path) -> None:

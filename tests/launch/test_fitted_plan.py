@@ -122,12 +122,12 @@ def test_a_job_that_is_started_again_with_fewer_processes_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As SLURM and torchrun start it: the number of processes is what they say."""
-    seen: list[Any] = []
-    monkeypatch.setattr(command, "run_worker", lambda load, **options: seen.append(load()) or 0)
+    configs: list[Any] = []
+    monkeypatch.setattr(command, "run_worker", lambda load, **options: configs.append(load()) or 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     assert command.run(str(TINY), ["launch.min_processes=1"]) == 0
-    assert [(config.parallel.data, config.schedule.microbatches) for config in seen] == [(1, 2)]
+    assert [(config.parallel.data, config.schedule.microbatches) for config in configs] == [(1, 2)]
     assert "plan        data 1, 2 microbatches: 1 of 2 processes" in capsys.readouterr().out
     assert command.run(str(TINY), []) == 2
     assert "data 2, but 1 process" in capsys.readouterr().err

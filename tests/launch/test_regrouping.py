@@ -71,11 +71,11 @@ def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
     have_ranks = [launcher for launcher in launchers if children(launcher.pid)]
     (spare,) = set(launchers) - set(have_ranks)
     assert len(have_ranks) == 2
-    gone = next(launcher for launcher in have_ranks if launcher is not launchers[0])
-    for pid in (*children(gone.pid), gone.pid):
+    leaver = next(launcher for launcher in have_ranks if launcher is not launchers[0])
+    for pid in (*children(leaver.pid), leaver.pid):
         os.kill(pid, signal.SIGKILL)
-    gone.communicate()
-    remaining = [launcher for launcher in launchers if launcher is not gone]
+    leaver.communicate()
+    remaining = [launcher for launcher in launchers if launcher is not leaver]
     wait_for(lambda: len(restarts_of(tmp_path)) == 1, *(launcher.pid for launcher in remaining))
     (row,) = restarts_of(tmp_path)
     wait_for(lambda: has_rows(remaining[0], folder, row["from_step"] + 5), *(launcher.pid for launcher in remaining))

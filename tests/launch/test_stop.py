@@ -76,10 +76,10 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once() -> None:
 
     code, seconds = in_child(body)
     assert (code, seconds < 4.0) == (143, True)
-    signals, asked = StopSignals(), []
+    signals, requests = StopSignals(), []
     signals.received = signal.SIGTERM  # heard just before a run could stop
-    signals.ready(asked.append)
-    assert asked == [signal.SIGTERM]
+    signals.ready(requests.append)
+    assert requests == [signal.SIGTERM]
 
 
 def test_a_rank_whose_launcher_has_gone_while_it_was_loaded_does_not_begin(tmp_path: Path) -> None:

@@ -239,10 +239,10 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_split() -> None:
         assert not torch.equal(whole, drop(torch.ones(64, 64)))
         return whole, part.detach().as_subclass(Tensor), (whole != 0).double().mean().item()
 
-    (whole0, part0, kept), (whole1, part1, _) = run_ranks(2, body)
+    (whole0, part0, kept_share), (whole1, part1, _) = run_ranks(2, body)
     assert torch.equal(whole0, whole1)
     assert not torch.equal(part0, part1)
-    assert abs(kept - 0.6) < 0.03
+    assert abs(kept_share - 0.6) < 0.03
     assert torch.allclose(whole0[whole0 != 0], torch.tensor(1 / 0.6))
 
 

@@ -57,10 +57,10 @@ def test_a_norm_of_another_size_on_split_features(make: Any, what: str) -> None:
 def test_gradients_of_split_activations_are_split_activations() -> None:
     def body(context: ParallelContext) -> Any:
         model: Any = colossus.build(lambda: Pair(layers.Linear, split=True), context, dtype=torch.float64)
-        seen: list[str] = []
+        messages: list[str] = []
 
         def hook(grad: Tensor) -> Tensor:
-            seen.append(told(lambda: grad / grad.norm()))
+            messages.append(told(lambda: grad / grad.norm()))
             return grad.clamp(-0.1, 0.1) * 2.0
 
         x = X.clone().requires_grad_()
@@ -70,9 +70,9 @@ def test_gradients_of_split_activations_are_split_activations() -> None:
         other = h * 1.0
         other.retain_grad()
         model.down(other).square().sum().backward()
-        seen.append(told(lambda: other.grad.norm()))
+        messages.append(told(lambda: other.grad.norm()))
         whole = layers.to_whole(other.grad)
-        return full_state_dict(model, context), seen, x.grad, whole
+        return full_state_dict(model, context), messages, x.grad, whole
 
     ranks = run_ranks(2, body)
     twin = Pair(nn.Linear).double()
@@ -83,8 +83,8 @@ def test_gradients_of_split_activations_are_split_activations() -> None:
     other = h * 1.0
     other.retain_grad()
     twin.down(other).square().sum().backward()
-    for _, seen, grad, whole in ranks:
-        assert len(seen) == 2
-        assert all(words.startswith("norm reduces all dims at once") for words in seen), seen
+    for _, messages, grad, whole in ranks:
+        assert len(messages) == 2
+        assert all(words.startswith("norm reduces all dims at once") for words in messages), messages
         torch.testing.assert_close(grad, x.grad, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)

@@ -47,8 +47,8 @@ def plain_distillation(own: Tensor, other: Tensor, **options: Any) -> tuple[Tens
     temperature, weight = options.get("temperature", 1.0), options.get("label_weight", 0.0)
     q, p = (own / temperature).log_softmax(-1), (other / temperature).log_softmax(-1)
     if (k := options.get("top_k")) is not None:
-        kept = torch.full_like(other, float("-inf")).scatter(-1, other.topk(k).indices, 0.0)
-        p = (other / temperature + kept).log_softmax(-1)
+        mask = torch.full_like(other, float("-inf")).scatter(-1, other.topk(k).indices, 0.0)
+        p = (other / temperature + mask).log_softmax(-1)
     if options.get("reverse"):
         p, q = q, p
     divergence = torch.where(p.exp() > 0, p.exp() * (p - q), 0.0).sum(-1)

@@ -63,7 +63,7 @@ class Spoils(Hook, StepObserver):
                 param.grad.view(-1)[:2] = torch.tensor([float("nan"), float("inf")])
 
 
-class Seen(Tracker):
+class RecordedNames(Tracker):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[tuple[int, str, str]] = []
@@ -90,12 +90,12 @@ def compare(plan: dict[str, Any], precision: Any, folder: Path) -> None:
         {key: value[index * size : (index + 1) * size] for key, value in batch_of(step).items()} for step in range(2)
     ]
     engine.loaders = SimpleNamespace(train=batches, validation=None)  # type: ignore[assignment]
-    path, whole, seen = folder / "histograms.jsonl", Whole(), Seen()
+    path, whole, record = folder / "histograms.jsonl", Whole(), RecordedNames()
     histograms = Histograms(every=2, bins=BINS, path=str(path))
-    fit(engine, [Metrics(folder / "metrics.jsonl"), seen, Spoils(), histograms, whole])
+    fit(engine, [Metrics(folder / "metrics.jsonl"), record, Spoils(), histograms, whole])
     if engine.context.is_logging_rank:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [(row["step"], row["kind"], row["name"]) for row in rows] == seen.names
+        assert [(row["step"], row["kind"], row["name"]) for row in rows] == record.names
         assert {row["step"] for row in rows} == {2}
         for kind, tensors in whole.found.items():
             mine = {row["name"]: row for row in rows if row["kind"] == kind}

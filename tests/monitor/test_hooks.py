@@ -167,23 +167,23 @@ def test_a_loop_without_evaluations_is_told(train: dict[str, Any], message: str)
 
 
 def test_what_hooks_add_is_in_the_rows_whatever_their_order(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    tells = Callback(on_row=seen.append, add_to_row=lambda row: {"twice": 2 * row["loss"]})
+    added_rows: list[Any] = []
+    tells = Callback(on_row=added_rows.append, add_to_row=lambda row: {"twice": 2 * row["loss"]})
     for number, hooks in enumerate(
         ([tells, Averages(), Throughput(window=2)], [Throughput(window=2), Averages(), tells])
     ):
         path = tmp_path / f"{number}.jsonl"
         fit(Evaluated([5.0, 4.0, 3.0]), [*hooks, Metrics(path)])
-        assert seen == rows_of(path)
-        assert [row["ema.validation_loss"] for row in seen] == [2.5, 2.0, 1.5]
-        assert [row["averaged"] for row in seen] == [2, 4, 6]
-        assert [row["twice"] for row in seen] == [2 * row["loss"] for row in seen]
-        seconds = [row["step_seconds"] for row in seen]
-        assert [row["step_seconds_median"] for row in seen] == pytest.approx(
+        assert added_rows == rows_of(path)
+        assert [row["ema.validation_loss"] for row in added_rows] == [2.5, 2.0, 1.5]
+        assert [row["averaged"] for row in added_rows] == [2, 4, 6]
+        assert [row["twice"] for row in added_rows] == [2 * row["loss"] for row in added_rows]
+        seconds = [row["step_seconds"] for row in added_rows]
+        assert [row["step_seconds_median"] for row in added_rows] == pytest.approx(
             [seconds[0], statistics.median(seconds[:2]), statistics.median(seconds[1:])]
         )
-        assert seen[2]["tokens_per_second_window"] == pytest.approx(14 / sum(seconds[1:]))
-        seen.clear()
+        assert added_rows[2]["tokens_per_second_window"] == pytest.approx(14 / sum(seconds[1:]))
+        added_rows.clear()
 
 
 def test_functions_are_called_as_methods_are() -> None:

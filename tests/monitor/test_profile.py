@@ -380,13 +380,13 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--ranks", "0,2"], "train.profile.ranks: no rank 2: this plan has ranks 0 to 1"),
         (["--ranks", "0;2"], "argument --ranks: must be ranks with commas between them (0,2) or all, got '0;2'"),
         (["--steps", "0"], "argument --steps: must be a whole number of at least 1, got '0'"),
     ],
 )
-def test_refusals(words: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refusals(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(TINY), *words]) == 2
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err

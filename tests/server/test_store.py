@@ -21,7 +21,7 @@ class Asked:
 
     def ask(self, op: str, header: dict[str, Any], arrays: list[Tensor] | None = None, worker: int = 0) -> None:
         request = Request(
-            worker, op, header, arrays or [], lambda told, _: self.answers.append((told.get("h"), told.get("e")))
+            worker, op, header, arrays or [], lambda reply, _: self.answers.append((reply.get("h"), reply.get("e")))
         )
         self.store.handle(request)
 

@@ -146,7 +146,7 @@ def poison(engine: Any, rank: int, value: float) -> Any:
 @pytest.mark.rest("owners")
 def test_a_row_gradient_that_is_not_finite_names_its_table(way: str) -> None:
     def body(rank: int) -> Any:
-        found = []
+        problem = []
         for kind in ("skip", "raise"):
             config = config_of(dict(type="Adagrad", lr=0.1), data=2, way=way, train=dict(on_nonfinite=kind))
             engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
@@ -159,7 +159,7 @@ def test_a_row_gradient_that_is_not_finite_names_its_table(way: str) -> None:
             else:
                 with pytest.raises(NonFiniteGradients) as caught:
                     engine.train_step(own_part(batch_of(2), engine))
-                found = [str(caught.value), list(caught.value.parameters)]
+                problem = [str(caught.value), list(caught.value.parameters)]
             for name, value in full_state_dict(engine.model, engine.context).items():
                 assert torch.equal(value, before[name]), name
             for name, entries in gathered_state(engine).items():
@@ -169,7 +169,7 @@ def test_a_row_gradient_that_is_not_finite_names_its_table(way: str) -> None:
                 hook.remove()
             engine.train_step(own_part(batch_of(3), engine))  # a loop that caught it goes on
             engine.close()
-        return found
+        return problem
 
     for words, parameters in run_ranks(2, body, with_context=False):
         assert words.startswith("step 2: the gradient of 0.rare.weight is not finite, the loss is finite"), words

@@ -17,7 +17,7 @@ from colossus.checkpoint import part
 from colossus.engine import Hook
 
 _RANK = os.environ.get("RANK")
-_TROUBLES = [tuple(each.split("@")) for each in os.environ.get("TROUBLES", "").split()]
+_TROUBLES = [tuple(word.split("@")) for word in os.environ.get("TROUBLES", "").split()]
 _IS_FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
 _MEMORY = os.environ.get("COLOSSUS_MEMORY")
 if _RANK is not None:
