@@ -58,8 +58,8 @@ class HarnessModel:
             text = context.rstrip()  # blanks belong to the word behind them
             whole = self._tokenizer.encode(context + continuation)
             whole = whole if text else self._started(whole)
-            known = len(self._tokenizer.encode(text) if text else self._start)
-            rows.append((whole[-self._length - 1 :], min(len(whole) - known, self._length)))
+            context_length = len(self._tokenizer.encode(text) if text else self._start)
+            rows.append((whole[-self._length - 1 :], min(len(whole) - context_length, self._length)))
         return self._scores(rows)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:

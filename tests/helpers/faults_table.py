@@ -23,32 +23,32 @@ def main() -> int:
     parser.add_argument("--fault", action="append", choices=faults.FAULTS)
     parser.add_argument("--moment", action="append", choices=faults.MOMENTS)
     parser.add_argument("--plan", action="append", choices=list(faults.PLANS))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)  # launchers are forked
     chosen = [
         case
         for case in faults.cases()
-        if (not given.fault or case.fault in given.fault)
-        and (not given.moment or case.moment in given.moment)
-        and (not given.plan or case.plan in given.plan)
+        if (not arguments.fault or case.fault in arguments.fault)
+        and (not arguments.moment or case.moment in arguments.moment)
+        and (not arguments.plan or case.plan in arguments.plan)
     ]
     print(f"{'plan':<12}{'moment':<15}{'fault':<15}{'seconds':>8}  {'exit':<9}{'named':<7}result")
     failed = 0
     for case in chosen:
-        made = tempfile.TemporaryDirectory(prefix="colossus-fault-", ignore_cleanup_errors=True)
-        with made as folder, faults.nothing_runs_on(Path(folder)):
-            seen = faults.run(case, Path(folder))
-            wrong = faults.problems(case, seen)
+        temporary = tempfile.TemporaryDirectory(prefix="colossus-fault-", ignore_cleanup_errors=True)
+        with temporary as folder, faults.nothing_runs_on(Path(folder)):
+            outcome = faults.run(case, Path(folder))
+            wrong = faults.problems(case, outcome)
         failed += bool(wrong)
-        seconds = "-" if seen.seconds is None else f"{seen.seconds:.1f}"
-        codes = ", ".join(map(str, seen.codes))
+        seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+        codes, named = ", ".join(map(str, outcome.codes)), "yes" if outcome.named else "-"
         print(
-            f"{case.plan:<12}{case.moment:<15}{case.fault:<15}{seconds:>8}  {codes:<9}{'yes' if seen.named else '-':<7}"
+            f"{case.plan:<12}{case.moment:<15}{case.fault:<15}{seconds:>8}  {codes:<9}{named:<7}"
             f"{'; '.join(wrong) or 'as expected'}",
             flush=True,
         )
         if wrong:
-            print("\n".join(f"    | {line}" for line in seen.text.splitlines()[-40:]), flush=True)
+            print("\n".join(f"    | {line}" for line in outcome.text.splitlines()[-40:]), flush=True)
     print(f"{len(chosen) - failed} of {len(chosen)} rows are as expected")
     return 1 if failed else 0
 

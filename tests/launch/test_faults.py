@@ -33,8 +33,8 @@ ROTATED = [
 
 def check(case: Case, folder: Path) -> None:
     with faults.nothing_runs_on(folder):
-        seen = faults.run(case, folder)
-    assert not faults.problems(case, seen, timed=False), seen.text
+        outcome = faults.run(case, folder)
+    assert not faults.problems(case, outcome, timed=False), outcome.text
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
