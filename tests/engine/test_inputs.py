@@ -10,7 +10,9 @@ from helpers.ranks import run_ranks
 from helpers.training import batch_of, config_of
 
 import colossus
+from colossus.comm import collectives
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.nest import tensors
 from colossus.schedule.executor import StepObserver
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
@@ -18,7 +20,7 @@ SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)
 
 
 def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
-    """In and after a step whose loss raises, a step, an evaluation."""
+    """Return lengths in and after a step whose loss raises, a step, an evaluation; check the padding of a batch."""
     settings = config_of(parallel, 2, "fp64", model=SIZES)
     seen: list[int | None] = []
 
@@ -46,9 +48,17 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
         ValueError, match="a sequence has 8 tokens, but there are only 6 positions"
     ):  # not the last batch's 3
         engine.model(torch.zeros(2, 4, dtype=torch.long))
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
+    local = engine.inputs.local({"inputs": {"ids": documents + 5, "documents": documents}, "labels": documents + 7})
+    wholes = [collectives.all_gather(x, engine.context.group("sequence"), dim=1).wait() for _, x in tensors(local)]
+    # the shards of two ranks have tokens 0, 1, 6, 7 and 2, 3, 4, 5
+    (ids, numbers, labels), at = [whole[:, [0, 1, 4, 5, 6, 7, 2, 3]] for whole in wholes], slice(5, None)
+    assert ids[:, at].eq(0).all()
+    assert labels[:, at].eq(-100).all()
+    assert numbers.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 2, 2, 3, 3, 3]]
     engine.close()
     return seen
 
 
-def test_layers_know_the_length_for_one_step_and_no_longer() -> None:
+def test_layers_know_the_length_for_one_step_and_padding_is_a_document() -> None:
     assert run_ranks(2, _lengths_seen, PADDED, with_context=False) == [[5, None, 6, None, 3, None]] * 2
