@@ -6,12 +6,12 @@ An error has the nearest plans that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from colossus.arithmetic import divisors, expert_factor, factors, not_a_multiple
+from colossus.arithmetic import expert_factor, factors, not_a_multiple
 from colossus.config.components import options_of
 from colossus.config.errors import ConfigError
+from colossus.config.plan_space import overrides_between, resized_plans, with_groups_of
 from colossus.config.reproducible import reproducible_plan
 from colossus.config.schema import Config, Parallel
 from colossus.registry import MODELS, PLAN_COSTS, SEQUENCE_MODES, STRATEGIES, TENSOR_MODES
@@ -68,23 +68,16 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         multiple = ", or a multiple of that" if is_open else ""
         keep = f"\n  or keep the plan and start {describe_processes(total)}{multiple} (--nproc {total})"
         raise ConfigError(what + suggestions(config, options, nproc) + keep)
-    resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
-    if resolved.zero.stage and strategy is not None:
-        resolved = resolved.model_copy(update={"zero": strategy.zero_of(resolved)})
-    config, resolved, refused = reproducible_plan(config, resolved, options)
-    problems += plan_problems(config, resolved, options)
+    config, problems, refused = _completed(config, parallel.model_copy(update={"data": data}), options, strategy)
     if problems:
-        problems[-1] += suggestions(config, options, world_size(resolved))
+        problems[-1] += suggestions(config, options, data * others)
     problems += refused
     model_type, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
     if "none" not in (model_type, wanted):
         keys = f"model.activation_checkpoint = {model_type!r} and train.activation_checkpoint = {wanted!r}"
         problems.append(f"{keys}: keep one of the two")
-    config = config.model_copy(update={"parallel": resolved})
-    if strategy is not None:
-        problems += strategy.check(config)
     if config.train.profile is not None:
-        problems += config.train.profile.problems(world_size(resolved))
+        problems += config.train.profile.problems(data * others)
     if problems:
         raise ConfigError(problems)
     return config
@@ -116,6 +109,27 @@ def name_of(kind: Any) -> str:
     return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
 
 
+def _completed(config: Config, parallel: Parallel, options: Any, strategy: Any) -> tuple[Config, list[str], list[str]]:
+    """Return the config with a plan whose data size is known, made whole by the model, the strategy and the mode.
+
+    Args:
+        config: a config.
+        parallel: the plan, which replaces the config's.
+        options: options of the model; None if they are unknown.
+        strategy: options of the strategy; None if it declares none.
+
+    Returns:
+        The config, the problems of the plan's sizes, and what the strategy and ``train.reproducible`` refuse in it.
+    """
+    parallel, problems = _with_sequence_mode(parallel, options)
+    if parallel.zero.stage and strategy is not None:
+        parallel = parallel.model_copy(update={"zero": strategy.zero_of(parallel)})
+    config, parallel, refused = reproducible_plan(config, parallel, options)
+    problems += plan_problems(config, parallel, options)
+    config = config.model_copy(update={"parallel": parallel})
+    return config, problems, refused + ([] if strategy is None else strategy.check(config))
+
+
 def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, list[str]]:
     """Return the plan with a mode of sequence parallelism, and problems; the model chooses one if none is set."""
     sequence = parallel.sequence
@@ -130,8 +144,6 @@ def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, lis
 
 
 # -- sizes, and plans that fit ----------------------------------------------------------------------------------
-
-Sizes = tuple[int, int, int, int]
 
 
 def world_size(parallel: Parallel) -> int:
@@ -211,50 +223,38 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
     return problems
 
 
-def suggestions(config: Config, options: Any, nproc: int) -> str:
-    """Return lines to append to a problem: the nearest plans for this number of processes."""
-    if not (plans := nearest_plans(config, options, nproc)):
-        return f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
-    return f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
+def suggestions(config: Config, options: Any, nproc: int, max_plans: int = 4) -> str:
+    """Return lines to append to a problem: the nearest plans for ``nproc`` processes, as the overrides to type.
 
-
-def nearest_plans(config: Config, options: Any, nproc: int, max_plans: int = 4) -> list[str]:
-    """Return the nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
-
-    Only axes of the config are varied: data and tensor always, pipeline and sequence if they are not 1. The fastest by
-    the planner's lower bound comes first.
+    They fit model, batch and strategy. Only axes of the config are varied: data and tensor always, pipeline and
+    sequence if they are not 1. The fastest by the planner's lower bound comes first.
     """
     parallel = config.parallel
-    now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
-    keys = ("parallel.data", "parallel.pipeline.size", "parallel.sequence.size", "parallel.tensor.size")
+    axes = ["tensor", *(axis for axis in ("sequence", "pipeline") if getattr(parallel, axis).size > 1)]
 
-    def distance(sizes: Sizes) -> tuple[float, int]:
-        # a derived data size (0) costs nothing: it is not the user's choice
-        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, now, strict=True) if old]
+    def distance(plan: Parallel) -> tuple[float, int]:
+        # a derived data size costs nothing: it is not the user's choice
+        pairs = [(getattr(plan, axis).size, getattr(parallel, axis).size) for axis in axes]
+        pairs += [(plan.data or 1, parallel.data)] if parallel.data else []
+        ratios = [abs(math.log2(new / old)) for new, old in pairs]
         return round(sum(ratios), 9), sum(ratio > 0 for ratio in ratios)
 
     plans: dict[str, Config] = {}
-    for sizes in sorted(_factorisations(nproc, now), key=distance):
+    refusals: list[str] = []
+    for plan in sorted(resized_plans(parallel, nproc, axes), key=distance):
         if len(plans) == max_plans:
             break
-        data, pipeline, sequence, tensor = sizes
-        axis_sizes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
-        sections = {axis: getattr(parallel, axis).model_copy(update={"size": n}) for axis, n in axis_sizes.items()}
-        candidate, problems = _with_sequence_mode(parallel.model_copy(update={"data": data, **sections}), options)
-        if problems or plan_problems(config, candidate, options) or reproducible_plan(config, candidate, options)[2]:
-            continue
-        changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
-        if changed:
-            plans[" ".join(changed)] = config.model_copy(update={"parallel": candidate})
+        plan = with_groups_of(parallel, plan)
+        stated = plan if parallel.data else plan.model_copy(update={"data": None})
+        changed = config.model_copy(update={"parallel": plan})
+        candidate, problems, refused = _completed(config, plan, options, strategy_options(changed))
+        refusals += [] if problems else refused
+        if not problems and not refused and (overrides := overrides_between(parallel, stated, "parallel")):
+            plans[" ".join(overrides)] = candidate
+    processes = describe_processes(nproc)
+    if not plans:
+        reason = f":\n    {refusals[0]}" if refusals else ""
+        return f"\n  no plan of these axes fits {processes}, this model and this batch{reason}"
     seconds = PLAN_COSTS.get("least_seconds")(config)
-    return sorted(plans, key=lambda plan: seconds(plans[plan]))
-
-
-def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:
-    sizes = divisors(nproc)
-    for tensor in sizes:
-        for sequence in sizes if now[2] > 1 else [1]:
-            for pipeline in sizes if now[1] > 1 else [1]:
-                data, rest = divmod(nproc, tensor * sequence * pipeline)
-                if not rest:
-                    yield data, pipeline, sequence, tensor
+    ordered = sorted(plans, key=lambda overrides: seconds(plans[overrides]))
+    return f"\n  nearest plans that fit {processes}:" + "".join(f"\n    {overrides}" for overrides in ordered)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from colossus.arithmetic import counted, divisors, either, expert_factor, nearest_multiples
+from colossus.arithmetic import counted, either, nearest_multiples
 from colossus.config import Config, ConfigError
+from colossus.config.plan_space import microbatch_counts, resized_plans, with_groups_of
 from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, world_size
-from colossus.config.schema import Parallel
 
 
 def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
@@ -41,9 +39,8 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
             f"become smaller; {fits} would do"
         )
     problem = None
-    for changes in _candidates(config, processes // others):
+    for fitted in _candidates(config, processes):
         try:
-            fitted: Config = _changed(config, changes)
             resolved = resolve_sizes(fitted, processes)
         except ConfigError as error:
             problem = problem or error
@@ -54,50 +51,16 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
     raise ConfigError([f"with {counted(processes, 'process', 'es')}: {text}" for text in problem.problems])
 
 
-def _candidates(config: Config, data: int) -> Iterator[dict[str, int]]:
-    """Yield changes of the config for ``data`` data ranks, those with the largest microbatches first."""
-    parallel, batch, now = config.parallel, config.train.global_batch_size, config.schedule.microbatches
-    assert parallel.data is not None
-    of_data = {"parallel.data": data} | _groups(parallel, data)
-    least = -(-now * parallel.data // data)
-    numbers = [number for number in divisors(batch // data) if number >= least] if batch % data == 0 else []
-    for number in numbers or [now]:  # where none divides, the check of the plan says so
-        yield of_data | ({"schedule.microbatches": number} if number != now else {})
-
-
-def _groups(parallel: Parallel, data: int) -> dict[str, int]:
-    """Return changes of the sizes and numbers of groups of data ranks: of experts, of ZeRO, of hosts."""
-    assert parallel.data is not None
-    expert, shard, strategy = parallel.expert.size, parallel.zero.shard, parallel.strategy.options
-    hosts, per_host = strategy.get("hosts"), strategy.get("per_host")
-    try:
-        # the consecutive ranks along data that share the experts
-        neighbours = expert_factor(parallel.data, parallel.sequence.size, expert)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    num_sharing = math.gcd(neighbours, data)
-    changes: dict[str, tuple[Any, int]] = {"parallel.expert.size": (expert, expert // neighbours * num_sharing)}
-    if shard is not None:
-        changes["parallel.zero.shard"] = shard, _divisor(data, shard, num_sharing)
-    if isinstance(hosts, int):
-        changes["parallel.strategy.hosts"] = hosts, _divisor(data, hosts * data // parallel.data)
-    if isinstance(per_host, int):
-        changes["parallel.strategy.per_host"] = per_host, _divisor(data, per_host)
-    return {key: new for key, (old, new) in changes.items() if new != old}
-
-
-def _divisor(data: int, most: int, unit: int = 1) -> int:
-    """Return the largest divisor of ``data`` that is a multiple of ``unit`` and at most ``most``; else ``unit``."""
-    return max((number for number in divisors(data) if number % unit == 0 and number <= most), default=unit)
-
-
-def _changed(section: Any, changes: Mapping[str, int]) -> Any:
-    """Return a copy of a section with other values at these keys."""
-    update: dict[str, Any] = {}
-    for path, value in changes.items():
-        key, dot, rest = path.partition(".")
-        update[key] = _changed(update.get(key, getattr(section, key)), {rest: value}) if dot else value
-    return section.model_copy(update=update)
+def _candidates(config: Config, processes: int) -> Iterator[Config]:
+    """Yield the config with a plan of fewer data ranks, those with the largest microbatches first."""
+    parallel, schedule = config.parallel, config.schedule
+    (plan,) = resized_plans(parallel, processes, axes=())
+    plan = with_groups_of(parallel, plan)
+    least = -(-schedule.microbatches * (parallel.data or 1) // (plan.data or 1))
+    counts = [count for count in microbatch_counts(config, plan) if count >= least]
+    for count in counts or [schedule.microbatches]:  # where none divides, the check of the plan says so
+        update = {"parallel": plan, "schedule": schedule.model_copy(update={"microbatches": count})}
+        yield config.model_copy(update=update)
 
 
 def _are(processes: int) -> str:

@@ -19,16 +19,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from colossus.arithmetic import divisors, expert_factor
 from colossus.config import Config, model_options
+from colossus.config.plan_space import microbatch_counts, overrides_between, resized_plans
 from colossus.config.plans import plan_problems, strategy_options
 from colossus.config.schema import Parallel, PipelineSection, Schedule
 from colossus.config.training import ActivationCheckpoint
 from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.model_layouts import SCOPES, ModelLayout, experts_fit
-from colossus.registry import TENSOR_MODES
 
 #: the most tokens of a microbatch on a rank: products do not get faster with more
 MOST_TOKENS = 16_384
@@ -155,14 +153,15 @@ def fully_sharded(fixed: FixedKeys, config: Config) -> Config:
 
 def _with_pipelines(fixed: FixedKeys, devices: int, layout: ModelLayout) -> Iterator[Parallel]:
     """Yield the layout's sections with each data and pipeline size that fits the devices and the fixed keys."""
-    own, ranks = fixed.config.parallel, devices // layout.ranks
+    own = fixed.config.parallel
     expert = own.expert.model_copy(update={"size": layout.expert})
     sections = {"tensor": layout.tensor, "sequence": layout.sequence, "expert": expert}
-    for size in divisors(ranks):
-        pipeline = own.pipeline.model_copy(update={"size": size})
+    unsized = own.model_copy(update=sections)
+    for parallel in resized_plans(unsized, devices, ["pipeline"]):
+        pipeline = parallel.pipeline
         if isinstance(pipeline.split, tuple) and "parallel.pipeline.split" not in fixed.keys:
             pipeline = pipeline.model_copy(update={"split": "parameters"})
-        parallel = own.model_copy(update={"data": ranks // size, "pipeline": pipeline, **sections})
+            parallel = parallel.model_copy(update={"pipeline": pipeline})
         if fixed.allows("parallel", parallel) and fixed.allows("parallel.pipeline", pipeline):
             yield parallel
 
@@ -192,18 +191,13 @@ def _schedules(fixed: FixedKeys, pipeline: PipelineSection, blocks: int | None) 
 
 def _microbatches(fixed: FixedKeys, parallel: Parallel, options: Any) -> list[int]:
     """Return the numbers of microbatches into which the batch of a data rank can be cut."""
-    train, tensor, sequence = fixed.config.train, parallel.tensor, parallel.sequence.size
-    batch, rest = divmod(train.global_batch_size, parallel.data or 1)
-    mode = TENSOR_MODES.get(tensor.mode)
-    ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
-    if rest or batch % ways:
-        return []
-    if "schedule.microbatches" in fixed.keys:
+    counts = microbatch_counts(fixed.config, parallel)
+    if counts and "schedule.microbatches" in fixed.keys:
         return [fixed.config.schedule.microbatches]
     tokens = getattr(options, "seq_len", None) or getattr(options, "num_tokens", None) or _TOKENS
-    # samples of a microbatch on each of `ways` ranks
-    sizes = [size for size in divisors(batch // ways) if size == 1 or size * tokens <= MOST_TOKENS * sequence]
-    return [batch // ways // size for size in reversed(sizes)]
+    most = max(1, MOST_TOKENS * parallel.sequence.size // tokens)
+    # the last is of the fewest samples, one on each of the ranks into which the tensor mode splits a batch
+    return [count for count in counts if counts[-1] <= most * count]
 
 
 def _with_zero(fixed: FixedKeys, parallel: Parallel, options: Any, per_host: int) -> Iterator[Parallel]:
@@ -246,31 +240,17 @@ def _shards(parallel: Parallel, per_host: int) -> list[int]:
 # -- overrides ------------------------------------------------------------------------------------------------
 
 
-def _changes(before: BaseModel, after: BaseModel, path: str) -> list[str]:
-    """Return the overrides that turn one section into the other."""
-    changes = []
-    for key in type(after).model_fields:
-        old, new = getattr(before, key), getattr(after, key)
-        if old == new:
-            continue
-        if isinstance(old, BaseModel) and isinstance(new, BaseModel):
-            changes += _changes(old, new, f"{path}.{key}")
-        else:
-            changes.append(f"{path}.{key}={new if isinstance(new, str) else repr(new).replace(' ', '')}")
-    return changes
-
-
 def _parallel_changes(before: Parallel, after: Parallel) -> list[str]:
     """Return the overrides of ``parallel``, with data ranks and sequence mode, which a file may leave open."""
     changes = [f"parallel.data={after.data}"]
     if after.sequence.size > 1:
         changes.append(f"parallel.sequence.mode={after.sequence.mode}")
-    return list(dict.fromkeys([*changes, *_changes(before, after, "parallel")]))
+    return list(dict.fromkeys([*changes, *overrides_between(before, after, "parallel")]))
 
 
 def _schedule_changes(before: Schedule, after: Schedule) -> list[str]:
     if before.options == after.options:
-        return _changes(before, after, "schedule")
+        return overrides_between(before, after, "schedule")
     options = [f"schedule.{key}={value!r}" for key, value in after.options.items()]
     return [f"schedule={after.type}", *options, f"schedule.microbatches={after.microbatches}"]
 

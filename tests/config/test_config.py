@@ -371,6 +371,29 @@ def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "nproc", "plans"),
+    [
+        (dict(data=4, strategy=dict(type="hierarchical", hosts=2)), 8, ["parallel.data=8 parallel.strategy.hosts=4"]),
+        (dict(data=4, zero=dict(stage=1, shard=4)), 2, ["parallel.data=2 parallel.zero.shard=2"]),
+        # two peers want more than two replicas
+        (dict(data=8, strategy=dict(type="sgp", peers=2)), 4, ["parallel.data=4"]),
+        (dict(data=3, strategy=dict(type="server", max_staleness=2)), 4, []),
+    ],
+)
+def test_the_nearest_plans_are_those_that_the_strategy_allows(
+    parallel: dict[str, Any], nproc: int, plans: list[str]
+) -> None:
+    (problem,) = problems(dict(parallel=parallel, model=GPT), nproc=nproc)
+    lines = [line.strip() for line in problem.splitlines() if line.startswith("    ")]
+    if plans:
+        assert set(plans) <= set(lines)
+        assert not any(line.startswith("parallel.data=2 parallel.tensor.size=2") for line in lines)
+    else:
+        assert "no plan of these axes fits 4 processes" in problem
+        assert lines[0].startswith("parallel.strategy.max_staleness")
+
+
 def test_data_is_derived() -> None:
     assert load_config(dict(parallel=dict(tensor=2)), nproc=8).parallel.data == 4
     assert load_config(dict(parallel=dict(tensor=2))).parallel.data == 1

@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 
 def test_a_plan_that_fits_no_processes_is_refused_as_ever() -> None:
     config = dict(parallel=dict(data=4, expert=3), launch=dict(min_processes=1))
-    with pytest.raises(ConfigError, match="expert = 3 is not a divisor of data 4"):
+    with pytest.raises(ConfigError, match=r"with 2 processes: parallel\.expert = 3 is not a divisor of data 2"):
         resolve_planned(state_config(config), 2)
 
 
