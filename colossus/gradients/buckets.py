@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from colossus.comm.flat_buffer import chunks, split_as
 from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import Precision
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
@@ -61,6 +63,40 @@ def agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> l
         else:
             unused.append(parameter)
     return unused
+
+
+class GradientForm(NamedTuple):
+    """What decides the bucket of a gradient: the axes over which it is summed, its dtype, its number of elements."""
+
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    elements: int
+
+
+def cut_into_buckets(
+    gradients: Sequence[GradientForm], precision: Precision, bucket_bytes: int, flat_limit: int | None
+) -> list[list[int]]:
+    """Return the indices of the gradients of each bucket of a stage; gradients without axes need no sum.
+
+    The gradients of a bucket have the same axes and dtype. Buckets come in the order in which backward fills them.
+
+    Args:
+        gradients: the gradients, in the order of backward.
+        precision: the dtypes of the run.
+        bucket_bytes: the size of a bucket; a larger gradient has one for itself.
+        flat_limit: see `colossus.comm.shared_memory.flat_limit`.
+    """
+    groups: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        if gradient.axes:
+            groups.setdefault((gradient.axes, gradient.dtype), []).append(index)
+    buckets: list[list[int]] = []
+    for (_, dtype), indices in groups.items():
+        width = precision.reduce_dtype(dtype).itemsize
+        # flags have to fit, too
+        limit = bucket_bytes if flat_limit is None else min(bucket_bytes, flat_limit - 4096 * width)
+        buckets += chunks(indices, lambda index: gradients[index].elements, limit // width)
+    return sorted(buckets, key=max)
 
 
 class Bucket:
@@ -260,25 +296,16 @@ class StageBuckets:
         self._bucket_of = {id(param): index for index, bucket in enumerate(self._buckets) for param in bucket.params}
 
     def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
-        """Make buckets of parameters whose gradients have the same axes and dtype; skip those that need no sum."""
-        groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
-        for param in params:
-            if axes := self._axes_of(param):
-                groups.setdefault((axes, gradient_dtype(param)), []).append(param)
+        """Make the buckets of parameters, which are in the order of backward."""
+        forms = [GradientForm(self._axes_of(param), gradient_dtype(param), param.numel()) for param in params]
+        limit = shared_memory.flat_limit(params[0].device) if params else None
         buckets = []
-        for (axes, gradient), group in groups.items():
+        for indices in cut_into_buckets(forms, self._context.precision, self._bucket_bytes, limit):
+            members, (axes, gradient, _) = [params[index] for index in indices], forms[indices[0]]
             dtype = self._context.precision.reduce_dtype(gradient)
-            limit = self._bucket_bytes
-            most = shared_memory.flat_limit(group[0].device)
-            if most is not None:
-                limit = min(limit, most - 4096 * dtype.itemsize)  # flags have to fit, too
-            for chunk in chunks(group, torch.Tensor.numel, limit // dtype.itemsize):
-                buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
-                for param in chunk:
-                    self._closing.callback(param.register_post_accumulate_grad_hook(self._on_gradient).remove)
-        # in the order in which backward fills them
-        order = {id(param): index for index, param in enumerate(params)}
-        buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
+            buckets.append(Bucket(members, self._sum_of(members, axes, dtype), dtype))
+            for param in members:
+                self._closing.callback(param.register_post_accumulate_grad_hook(self._on_gradient).remove)
         return buckets
 
 

@@ -16,10 +16,10 @@ from colossus.planner.candidates import samples_of
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
-from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
+from colossus.planner.rank_parameters import PlanAxes
 from colossus.planner.step_timeline import RankTimeline, play_step, ranks_for
 from colossus.planner.time_split import split_by_time
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
@@ -106,7 +106,7 @@ class Estimator:
             ConfigError: see `profile_layout`.
         """
         split = splits_backward(config) if split_backward is None else split_backward
-        is_sharded = PlanAxes(config).stores_apart
+        is_sharded = bool(PlanAxes(config).stage)
         layout = layout_config(config, is_sharded=is_sharded)
         key = layout_key(layout), split, is_sharded
         if key not in self._profiles:

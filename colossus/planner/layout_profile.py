@@ -63,7 +63,7 @@ def profile_layout(
     Args:
         config: the resolved config with the layout's sizes, one pipeline rank and one microbatch.
         split_backward: whether dgrad and wgrad are recorded apart.
-        is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stores_apart`),
+        is_sharded: whether the plan stores parameters apart from those that compute sees (`PlanAxes.stage`),
             which then have the dtype of compute.
         on_cpu: whether ranks compute on CPU, where experts are multiplied one after the other.
         other: profile of another layout of the same model and data; facts that do not depend on the layout are copied.

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 
 from colossus.config import Config
 from colossus.config.plans import name_of
-from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory_play import MemoryPlay, TiedBytes
-from colossus.planner.parameter_facts import itemsize
-from colossus.planner.plan_axes import PlanAxes
+from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.plan_rank import PlanRank
 from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
-from colossus.planner.rank_memory import PlanMemory, RankMemory
+from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
+from colossus.planner.rank_parameters import PlanAxes, RankParameters
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
 
 #: strategies whose memory is counted completely: beside buckets they store nothing that grows with the model
@@ -31,18 +30,18 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
 
     Args:
         config: the config.
-        on_cpu: see `colossus.planner.gradient_traffic.plan_rank`.
+        on_cpu: see `colossus.planner.plan_rank.PlanRank`.
 
     Raises:
         ConfigError: see `colossus.planner.layout_profile.profile_layout` and
             `colossus.planner.plan_stages.stages_of`.
     """
-    is_sharded = PlanAxes(config).stores_apart
+    is_sharded = bool(PlanAxes(config).stage)
     layout = layout_config(config, is_sharded=is_sharded)
     profile = profile_layout(
         layout, split_backward=splits_backward(config), is_sharded=is_sharded, on_cpu=on_cpu
     )  # fmt: skip
-    ranks = [plan_rank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile)]
+    ranks = [PlanRank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile)]
     return memory_of(config, profile, ranks)
 
 
@@ -66,7 +65,7 @@ def memory_of(
     facts = profile.facts
     memories: list[RankMemory] = []
     for rank in ranks:
-        stored, stages = stored_bytes(facts, rank, profile.optimizer, exact=exact), rank.stages
+        stored, stages = stored_bytes(rank, profile.optimizer, exact=exact), rank.stages
         # a schedule that splits backward defers incomplete gradients, too
         tied = TiedBytes() if stages.splits_backward else _tied_gradients(profile, stages)
         play = MemoryPlay(
@@ -77,6 +76,35 @@ def memory_of(
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 
+def stored_bytes(rank: RankParameters, optimizer: OptimizerMemory, *, exact: bool = True) -> StoredBytes:
+    """Return the bytes that one pipeline rank stores under its data-parallel strategy.
+
+    Args:
+        rank: the rank.
+        optimizer: memory of the optimizer.
+        exact: see `OptimizerMemory.bytes`.
+    """
+    axes, zero = rank.axes, rank.config.parallel.zero
+    own = {block for stage in rank.stages.stages for block in rank.stages.blocks_of(stage)}
+    weights = sum(size for size, blocks in rank.model.buffers if not blocks or not own.isdisjoint(blocks))
+    between = rows = 0
+    for param, stored, count in rank.counts:
+        form, size = param.kind.form, stored.elements * stored.dtype.itemsize
+        if not stored.is_cut:
+            weights += count * size
+            between += count * param.kind.gradient_bytes * form.is_trainable
+            continue
+        computed = form.dtypes.computed
+        is_view = axes.stage < 3 and not zero.offload and len(form.shards) == 1 and computed == stored.dtype
+        if axes.stage < 3:  # the whole parameter stays, with the padding of its last rows where the rows are a view
+            whole = axes.size(stored.rows) * stored.elements if is_view else form.elements
+            weights += count * whole * computed.itemsize
+        rows += count * size * (not is_view)
+        between += count * size * form.is_trainable
+    state, update = optimizer.bytes(rank, exact=exact)
+    return StoredBytes(weights + rows, state, between, update, rows + state if axes.stage and zero.offload else 0)
+
+
 def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedBytes:
     """Return the bytes of incomplete gradients of tied parameters that a rank's backward holds.
 
@@ -85,9 +113,9 @@ def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedBytes:
     """
     tied = TiedBytes()
     for param in profile.facts.parameters:
-        if len(param.blocks) == 1 or not param.kind.is_trainable:
+        if len(param.blocks) == 1 or not param.kind.form.is_trainable:
             continue
-        size = param.kind.elements * itemsize(param.kind.gradient)
+        size = param.kind.gradient_bytes
         for block in range(param.blocks[0], param.blocks[-1]):
             tied.in_profile[block] += size
         # the last block that uses a weight that is gathered for the step has recorded its whole gradient

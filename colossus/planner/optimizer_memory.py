@@ -21,11 +21,11 @@ from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach
 from colossus.optim.logical_tensors import Holders
-from colossus.planner.collective import Collective
 from colossus.planner.fake_rank import fake_rank
 from colossus.planner.fake_tensors import counted_fake_tensors
-from colossus.planner.parameter_facts import ParameterKind, dtype_name
-from colossus.planner.sharded_units import ShardedUnits, StoredParameter
+from colossus.planner.parameter_facts import ParameterFacts, ParameterKind
+from colossus.planner.rank_parameters import RankParameters, StoredKind
+from colossus.planner.step_traffic import Collective
 from colossus.registry import TORCH_OPTIMIZERS
 
 #: sizes of two parameters, from whose memory the bytes of a parameter and of an element follow
@@ -68,17 +68,16 @@ class OptimizerMemory:
         self._section, self._groups = config.optimizer, groups
         self._is_by_element = not self._section.whole and self._section.type in TORCH_OPTIMIZERS
         #: bytes by (group, dtype)
-        self._by_element: dict[tuple[int, str], _ByElement] = {}
+        self._by_element: dict[tuple[int, torch.dtype], _ByElement] = {}
         #: steps of an optimizer of whole parameters: for one parameter on one rank, and for all parameters of a rank
-        self._alone: dict[tuple[ParameterKind, str], _Step] = {}
+        self._alone: dict[tuple[ParameterKind, torch.dtype], _Step] = {}
         self._steps: dict[object, _Step] = {}
 
-    def bytes(self, config: Config, units: ShardedUnits, *, exact: bool = True) -> tuple[int, int]:
+    def bytes(self, rank: RankParameters, *, exact: bool = True) -> tuple[int, int]:
         """Return the bytes of the state on one rank of a plan, and those that a step needs beyond it.
 
         Args:
-            config: the config of the plan.
-            units: parameters of the rank.
+            rank: the rank.
             exact: whether an optimizer of whole parameters (Muon, LAMB, ..) runs a step as the first rank of the plan,
                 which can take seconds. Otherwise each parameter runs a step alone, once for all plans. That predicts
                 the same state, except for parts that are whole on a rank (moments of Adafactor), and a smaller step.
@@ -87,15 +86,13 @@ class OptimizerMemory:
             ValueError: an optimizer of whole parameters is to be exact, and torch.distributed is initialized.
         """
         if self._is_by_element:
-            return self._sum(config, units)
-        if not units.stored:
-            return 0, 0
+            return self._sum(rank)
         if not exact and not self._section.whole:
-            return self._sum_of_alone(config, units.stored)
-        step = self._step_all(config, units)
+            return self._sum_of_alone(rank)
+        step = self._step_all(rank)
         return step.state, step.update
 
-    def collectives(self, config: Config, units: ShardedUnits) -> tuple[Collective, ...]:
+    def collectives(self, rank: RankParameters) -> tuple[Collective, ...]:
         """Return the collectives of an optimizer of whole parameters on the first rank of a plan.
 
         Other ranks own other parameters, and may send more or less.
@@ -103,33 +100,31 @@ class OptimizerMemory:
         Raises:
             ValueError: torch.distributed is initialized.
         """
-        if self._is_by_element or not units.stored:
+        if self._is_by_element:
             return ()
         collectives: list[Collective] = []
-        axes = units.axes
-        for (operation, name, dtype), tally in self._step_all(config, units).moved.entries.items():
-            over = tuple(axis for axis in axes.grid.names if axis in name.split("x"))
-            ranks = axes.size(over)
+        for (operation, name, _), tally in self._step_all(rank).moved.entries.items():
+            over = tuple(axis for axis in rank.axes.grid.names if axis in name.split("x"))
+            ranks = rank.axes.size(over)
             nbytes = tally.bytes / tally.calls / sent(operation.partition(" ")[0], ranks, 1.0)
-            collectives += [Collective(operation, name, ranks, nbytes, dtype_name(dtype), over)] * tally.calls
+            collectives += [Collective(operation, name, ranks, nbytes, over)] * tally.calls
         return tuple(collectives)
 
     # -- each element by itself ---------------------------------------------------------------------------
 
-    def _sum(self, config: Config, units: ShardedUnits) -> tuple[int, int]:
+    def _sum(self, rank: RankParameters) -> tuple[int, int]:
         """Sum the bytes of an elementwise optimizer over the parameters of a rank."""
         #: a parameter, the number, the elements and the most elements of one, by group and dtype
-        sums: dict[tuple[int, str], tuple[str, int, int, int]] = {}
-        for param, is_cut, equal in units.kinds:
-            if param.kind.is_trainable:
-                stored = units.as_stored(param, is_cut)
+        sums: dict[tuple[int, torch.dtype], tuple[str, int, int, int]] = {}
+        for param, stored, equal in rank.counts:
+            if param.kind.form.is_trainable:
                 key = param.kind.group, stored.dtype
                 name, number, elements, most = sums.get(key, (param.name, 0, 0, 0))
                 sums[key] = name, number + equal, elements + equal * stored.elements, max(most, stored.elements)
         state = update = 0.0
         for key, (name, number, elements, most) in sums.items():
             if key not in self._by_element:
-                self._by_element[key] = self._measure(config, name, key[1])
+                self._by_element[key] = self._measure(rank.config, name, key[1])
             cost = self._by_element[key]
             state += cost.state[0] * number + cost.state[1] * elements
             if cost.is_at_once:
@@ -138,7 +133,7 @@ class OptimizerMemory:
                 update = max(update, cost.update[0] + cost.update[1] * most)
         return round(state), round(update)
 
-    def _measure(self, config: Config, name: str, dtype: str) -> _ByElement:
+    def _measure(self, config: Config, name: str, dtype: torch.dtype) -> _ByElement:
         """Measure an elementwise optimizer by steps of a small and a larger parameter, and of two small ones."""
         few, more = (self._step(config, name, dtype, [number]) for number in (_FEW, _MORE))
         both = self._step(config, name, dtype, [_FEW, _FEW])
@@ -146,7 +141,7 @@ class OptimizerMemory:
         state, update = ((a - slope * _FEW, slope) for a, slope in zip(few, slopes, strict=True))
         return _ByElement(state, update, is_at_once=both[1] == 2 * few[1])
 
-    def _step(self, config: Config, name: str, dtype: str, sizes: Sequence[int]) -> tuple[int, int]:
+    def _step(self, config: Config, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the state for parameters of these sizes, and those that a step needs beyond it."""
         with counted_fake_tensors() as fake:
             named = [(name, _parameter((size,), dtype)) for size in sizes]
@@ -159,49 +154,51 @@ class OptimizerMemory:
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
-    def _step_all(self, config: Config, units: ShardedUnits) -> _Step:
+    def _step_all(self, rank: RankParameters) -> _Step:
         """Run a step for all parameters of the first rank of a plan."""
-        axes, stored = units.axes, units.stored
-        key = (*axes.grid.sizes.items(), *((param.facts.kind, param.dtype, param.rows) for param in stored))
+        sizes, trained = rank.axes.grid.sizes, rank.trained
+        if not trained:
+            return _Step(0, 0, Counter())
+        key = (*sizes.items(), *((param.kind, stored.dtype, stored.rows) for param, stored in trained))
         if key not in self._steps:
             params = []
-            for param in stored:
-                spec = StoredSpec(param.facts.spec, param.rows, axes.grid.sizes) if param.rows else param.facts.spec
-                params.append((spec, param.shape, param.dtype, param.facts.kind.is_table))
-            with fake_rank(config) as context:
-                self._steps[key] = self._step_of(config, context, axes.summed, params)
+            for param, stored in trained:
+                spec = StoredSpec(param.spec, stored.rows, sizes) if stored.rows else param.spec
+                params.append((spec, stored.shape, stored.dtype, param.kind.is_table))
+            with fake_rank(rank.config) as context:
+                self._steps[key] = self._step_of(rank.config, context, rank.axes.summed, params)
         return self._steps[key]
 
-    def _sum_of_alone(self, config: Config, stored: Sequence[StoredParameter]) -> tuple[int, int]:
+    def _sum_of_alone(self, rank: RankParameters) -> tuple[int, int]:
         """Sum the steps of single parameters; the state of each is scaled to the rows that the rank stores."""
         state, update = 0.0, 0
-        for param in stored:
-            kind = param.facts.kind
-            key = kind, param.dtype
+        for param, stored in rank.trained:
+            key = param.kind, stored.dtype
             if key not in self._alone:
-                self._alone[key] = self._step_alone(config, param)
+                self._alone[key] = self._step_alone(rank.config, param, stored)
             step = self._alone[key]
-            state, update = state + step.state * param.elements / kind.elements, max(update, step.update)
+            state += step.state * stored.elements / param.kind.form.elements
+            update = max(update, step.update)
         return round(state), update
 
-    def _step_alone(self, config: Config, param: StoredParameter) -> _Step:
+    def _step_alone(self, config: Config, param: ParameterFacts, stored: StoredKind) -> _Step:
         """Run a step for one parameter: its part for compute on a rank, as if that were the whole parameter."""
-        kind, source = param.facts.kind, param.facts.spec
+        form, source = param.kind.form, param.spec
         shards = tuple(
-            replace(shard, shape=(rows, *kind.shape[1:]) if kind.shape else ())
-            for shard, rows in zip(source.shards, kind.rows, strict=True)
+            replace(shard, shape=(rows, *form.shape[1:]) if form.shape else ())
+            for shard, rows in zip(source.shards, form.shards, strict=True)
         )
-        spec = ParameterSpec(shards, Layout.whole(len(kind.shape)), source.description)
+        spec = ParameterSpec(shards, Layout.whole(len(form.shape)), source.description)
         spec.name, spec.is_stack = source.name, source.is_stack
         with ParallelContext(ONE_RANK) as context:
-            return self._step_of(config, context, (), [(spec, kind.shape, param.dtype, kind.is_table)])
+            return self._step_of(config, context, (), [(spec, form.shape, stored.dtype, param.kind.is_table)])
 
     def _step_of(
         self,
         config: Config,
         context: ParallelContext,
         axes: Iterable[str],
-        params: Sequence[tuple[ParameterSpec, tuple[int, ...], str, bool]],
+        params: Sequence[tuple[ParameterSpec, tuple[int, ...], torch.dtype, bool]],
     ) -> _Step:
         """Run a step on fake tensors.
 
@@ -239,8 +236,8 @@ def _frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _parameter(shape: Sequence[int], dtype: str) -> nn.Parameter:
+def _parameter(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
     """Return a parameter with a gradient."""
-    param = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype)))
+    param = nn.Parameter(torch.empty(shape, dtype=dtype))
     param.grad = torch.empty_like(param)
     return param

@@ -5,8 +5,7 @@ Memory and traffic of any plan with this layout follow from them, for any data s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,19 +15,19 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
 from colossus.data_parallel.zero.blocks import by_block, modules_of_blocks
-from colossus.data_parallel.zero.flat_rows import Dtypes
+from colossus.data_parallel.zero.row_forms import RowForm
 from colossus.engine.optimizers import holders_of
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.engine.routers import routers_of
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import ParameterSpec, spec_of
-from colossus.layout.split_parameter import local_shape
-from colossus.planner.plan_axes import DATA
 from colossus.rows.row_gradient import row_source
 from colossus.schedule.bounds import Split, stage_bounds
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
+#: name for all data axes but the one that spreads experts: a layout does not know how a plan divides its data ranks
+DATA = "data"
 #: number of the unit of parameters that belong to no block
 ROOT = -1
 
@@ -37,45 +36,28 @@ ROOT = -1
 class ParameterKind:
     """The facts that parameters of equal blocks share: all but their names and places.
 
-    Dtypes are names, such as "float32".
-
     Attributes:
-        shape: shape on a rank, before ZeRO cuts it for storage.
-        rows: rows on a rank of each logical parameter in it, in dim 0.
+        form: shape on a rank before ZeRO cuts it for storage, and the dtypes if ZeRO does.
         dtype: dtype in the model.
         gradient: dtype of its gradient, if the parameter is stored whole.
-        sharded: dtypes if ZeRO stores rows of it: (computed, gradient, reduced, stored), see
-            `colossus.data_parallel.zero.flat_rows.Dtypes`.
-        reduced: dtype in which a whole gradient is summed over ranks.
         gradient_axes: axes over which its gradient is summed; `DATA` stands for the data axes.
-        cut_axes: axes that shard it for compute.
-        is_trainable: whether it gets a gradient.
         has_rows: whether ZeRO may cut it into rows: it has a dim, and no row owners of its own.
         is_table: whether its rows stand for tokens or classes (`colossus.engine.optimizers.holders_of`).
         group: number of its optimizer group, 0 without groups.
     """
 
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    dtype: str
-    gradient: str
-    sharded: tuple[str, str, str, str]
-    reduced: str
+    form: RowForm
+    dtype: torch.dtype
+    gradient: torch.dtype
     gradient_axes: frozenset[str]
-    cut_axes: frozenset[str]
-    is_trainable: bool
     has_rows: bool
     is_table: bool
     group: int
 
-    @cached_property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def row(self) -> int:
-        """Return the elements of a row."""
-        return math.prod(self.shape[1:])
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of its gradient, if the parameter is stored whole."""
+        return self.form.elements * self.gradient.itemsize
 
 
 @dataclass(frozen=True)
@@ -136,7 +118,7 @@ class ModelFacts:
     def first_trained(self) -> int:
         """Return the first block with a trained parameter: the blocks before it have no backward."""
         return min(
-            (min(param.blocks) for param in self.parameters if param.kind.is_trainable and param.blocks), default=0
+            (min(param.blocks) for param in self.parameters if param.kind.form.is_trainable and param.blocks), default=0
         )
 
     def bounds(self, split: Split, num_stages: int) -> tuple[int, ...]:
@@ -161,10 +143,6 @@ class ModelFacts:
             for block in param.blocks:
                 elements[block] += param.spec.num_elements
         return elements
-
-    def reduced(self, gradient: str) -> str:
-        """Return the dtype in which ranks sum gradients of a dtype."""
-        return dtype_name(self.precision.reduce_dtype(getattr(torch, gradient)))
 
 
 def facts_of(
@@ -193,23 +171,11 @@ def facts_of(
     for name, param in model.named_parameters():
         entry = entries.get(id(param))
         spec = spec_of(param)
-        dtypes = Dtypes.of(param, context.precision, is_product=entry is not None and entry.is_product)
-        gradient = gradient_dtype(param)
         kind = ParameterKind(
-            tuple(local_shape(param)),
-            tuple(stop - start for start, stop in (shard.rows for shard in spec.shards)),
-            dtype_name(param.dtype),
-            dtype_name(gradient),
-            (
-                dtype_name(dtypes.computed),
-                dtype_name(dtypes.gradient),
-                dtype_name(dtypes.reduced),
-                dtype_name(dtypes.stored),
-            ),
-            dtype_name(context.precision.reduce_dtype(gradient)),
+            RowForm.of(param, context.precision, is_product=entry is not None and entry.is_product),
+            param.dtype,
+            gradient_dtype(param),
             _gradient_axes(spec, context),
-            frozenset(axis for axis in spec.layout.shard_axes if context.grid.sizes[axis] > 1),
-            param.requires_grad,
             entry is not None and row_source(param) is None,
             id(param) in tables,
             0 if groups is None else groups.group_of.get(name, 0),
@@ -275,20 +241,3 @@ def _gradient_axes(spec: ParameterSpec, context: ParallelContext) -> frozenset[s
 def _buffers(model: nn.Module, chain: Sequence[NamedBlock] | None) -> tuple[tuple[int, tuple[int, ...]], ...]:
     users = _users([] if chain is None else [block.buffers for block in chain])
     return tuple((buffer.nbytes, users.get(name, ())) for name, buffer in model.named_buffers())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of an element, by the name of its dtype."""
-    return _ITEMSIZES[dtype]
-
-
-_ITEMSIZES: Mapping[str, int] = {
-    name: getattr(torch, name).itemsize
-    for name in ("float64", "float32", "bfloat16", "float16", "complex64", "complex128", "int64", "int32", "int16",
-                 "int8", "uint8", "bool")
-}  # fmt: skip

@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from colossus.config import Config
-from colossus.planner.gradient_traffic import PlanRank
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
+from colossus.planner.plan_rank import PlanRank
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_timeline import RankTimeline, ranks_for

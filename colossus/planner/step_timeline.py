@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from colossus.config import Config
 from colossus.planner.beside import BlockSeconds, run_beside
-from colossus.planner.collective import Collective
-from colossus.planner.gradient_traffic import PlanRank, plan_rank
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
+from colossus.planner.plan_rank import PlanRank
 from colossus.planner.rank_stages import RankStages
+from colossus.planner.step_traffic import Collective
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
@@ -50,7 +50,8 @@ class RankTimeline:
 
     def __init__(self, profile: LayoutProfile, rank: PlanRank, player: TracePlayer) -> None:
         self.profile, self.stages, self.player = profile, rank.stages, player
-        self.traffic = traffic = rank.traffic_with(profile.optimizer)
+        end = (*rank.traffic.end, *profile.optimizer.collectives(rank))
+        self.traffic = traffic = replace(rank.traffic, end=end)
         self._costs: dict[tuple[str, int, bool, bool, bool], ActionCost] = {}
         #: cost of each collective by its id: those of equal blocks are one
         self._collectives: dict[int, AxisCost] = {}
@@ -127,11 +128,7 @@ class RankTimeline:
 
         It is the larger of a collective's input and result.
         """
-        flat = (
-            own.input_bytes * (own.ranks if own.operation.startswith("all_gather") else 1)
-            for own in collectives
-            if own.ranks > 1
-        )
+        flat = (max(own.input_bytes, own.result_bytes) for own in collectives if own.ranks > 1)
         return sum(self.player.hardware.memory_seconds(2.0 * size, "copy_") for size in flat)
 
     def _all(self, collectives: Sequence[Collective]) -> AxisCost:
@@ -226,7 +223,7 @@ def ranks_for(
         stages: stages of each rank.
     """
     on_cpu, per_host = not player.hardware.overlaps, player.placement.of("data").on_a_host
-    return [plan_rank(profile.facts, config, own, on_cpu=on_cpu, ranks_per_host=per_host) for own in stages]
+    return [PlanRank(profile.facts, config, own, on_cpu=on_cpu, ranks_per_host=per_host) for own in stages]
 
 
 def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list[Span]], list[float]]:

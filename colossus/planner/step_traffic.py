@@ -6,9 +6,39 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from colossus.planner.collective import Collective
+from colossus.comm import accounting
 from colossus.planner.rank_stages import RankStages
 from colossus.schedule.actions import LAST_USE
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank starts.
+
+    Attributes:
+        operation, axes: the names under which `colossus.comm.accounting` counts it.
+        ranks: size of its group.
+        input_bytes: bytes of a rank's input.
+        mesh_axes: axes of the plan's grid along which its ranks lie; empty if they share a host.
+    """
+
+    operation: str
+    axes: str
+    ranks: int
+    input_bytes: float
+    mesh_axes: tuple[str, ...]
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that a rank sends."""
+        return accounting.sent(self.operation.partition(" ")[0], self.ranks, self.input_bytes)
+
+    @property
+    def result_bytes(self) -> float:
+        """Return the bytes of a rank's result."""
+        if self.operation.startswith("all_gather"):
+            return self.input_bytes * self.ranks
+        return self.input_bytes / (self.ranks if self.operation.startswith("reduce_scatter") else 1)
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,40 @@ MORE_CASES: dict[str, Case] = {
         dict(optimizer=dict(groups=[dict(match="*embedding*", frozen=True)])),
     ),
 }
+_MICROBATCH = dict(data=2, pipeline=2, zero=3, tensor=dict(weights="microbatch"))
+_ZB_H1 = dict(schedule=dict(type="zb-h1", microbatches=4))
+_LAMB, _MUON = (dict(optimizer=dict(type=name, lr=1e-3, weight_decay=0.0)) for name in ("LAMB", "Muon"))
+#: in several buckets
+SMALL = dict(comm=dict(bucket_mb=0.05))
+#: plans whose collectives of weights and gradients differ, by the number of their ranks
+TRAFFIC: dict[int, dict[str, Case]] = {
+    2: {
+        "buckets": (dict(data=2), SMALL),
+        "zero_3_microbatch": (dict(data=2, zero=3, tensor=dict(weights="microbatch")), MB2),
+        "zero_3_step": (dict(data=2, zero=3, tensor=dict(weights="step")), MB2),
+        "zero_3_checkpointed": (dict(data=2, zero=3), dict(train=dict(activation_checkpoint="full"))),
+        "sequence_zero_3": (dict(sequence=dict(size=2, mode="ulysses"), zero=3), {}),
+        "zero_1_expert": (dict(data=2, expert=2, zero=1), dict(model=MOE)),
+        "frozen_zero_3": (dict(data=2, zero=3), dict(optimizer=dict(groups=[dict(match="*embedding*", frozen=True)]))),
+        "lamb": (dict(data=2, zero=3), _LAMB),
+    },
+    4: {
+        "hsdp": (dict(data=4, zero=dict(stage=3, shard=2)), MB2),
+        "hierarchical": (dict(data=4, strategy=dict(type="hierarchical", hosts=2)), SMALL),
+        "interleaved_zero_3": (
+            dict(data=2, pipeline=2, zero=3),
+            dict(model=dict(num_layers=4), schedule=dict(type="interleaved", microbatches=4, chunks=2)),
+        ),
+        "zb_h1_zero_3": (dict(data=2, pipeline=2, zero=3), _ZB_H1),
+        "zb_h1_zero_3_microbatch": (_MICROBATCH, _ZB_H1),
+        "1f1b_zero_3_microbatch": (_MICROBATCH, MB4),
+        "sequence_data_zero_1": (dict(data=2, sequence=2, zero=1), MB2),
+        "expert_zero_1": (dict(data=4, expert=2, zero=1), dict(model=MOE)),
+        "expert_hsdp": (dict(data=4, expert=2, zero=dict(stage=1, shard=2)), dict(model=MOE)),
+        "data_pipeline_tied": (dict(data=2, pipeline=2), {**MB4, **SMALL}),
+        "muon_pipeline": (dict(pipeline=2, data=2), {**MB2, **_MUON}),
+    },
+}
 #: on four
 FOUR: dict[str, Case] = {
     "2d": (dict(tensor=dict(mode="2d", size=4)), MB2),

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.plan_cases import CASES, FOUR, MB2, MORE_CASES, config_of_case
+from helpers.plan_cases import CASES, FOUR, MB2, MORE_CASES, TRAFFIC, config_of_case
 from helpers.real_sizes import LLAMA_8B, run_of
 
 import colossus
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
+from colossus.hardware.hardware import Hardware
+from colossus.hardware.typical_cpu import TypicalCPU
 from colossus.planner.check_report import CheckReport
 from colossus.planner.estimate import Estimator
 from colossus.planner.plan_check import check
@@ -113,3 +115,20 @@ def test_all_plans_are_as_predicted(name: str) -> None:
     assert report.is_equal, report.render()
     most = 1.4 if "zero_3" in name or name == "sgd" else 1.1
     assert all(0.9 <= rank.ratio <= most for rank in report.ranks), report.render()
+
+
+@pytest.mark.parametrize("hardware", [FromDataSheet("h100"), TypicalCPU(4, 1, 8e9)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=[pytest.mark.long] * (name not in ("buckets", "hsdp")))
+        for world in TRAFFIC
+        for name in TRAFFIC[world]
+    ],
+)
+def test_collectives_of_weights_and_gradients_are_as_predicted(world: int, name: str, hardware: Hardware) -> None:
+    """A CPU's flat tensors fit a slot of shared memory."""
+    config = load_config(config_of_case(TRAFFIC[world][name]), nproc=world)
+    estimate = Estimator(hardware).estimate(config)
+    report = check(config, estimate, hardware=hardware)
+    assert report.is_equal, report.render()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from colossus.comm.flat_buffer import chunks
+from colossus.comm.shared_memory import piece_bytes
 from colossus.data_parallel.zero.sharded_block import Place, PlacedParameter
 from colossus.layers import Classifier, Embedding, Linear, LMHead
 from colossus.layers.checkpointing import has_forward
 from colossus.layers.moe import Experts
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layers.routed_experts import RoutedExperts
+
+B = TypeVar("B")
+M = TypeVar("M")
 
 
 def placed_parameters(model: nn.Module) -> list[PlacedParameter]:
@@ -80,17 +84,17 @@ def modules_of_blocks(model: nn.Module, chain: Sequence[NamedBlock] | None) -> l
 
 
 def in_buckets(
-    blocks: Iterable[tuple[nn.Module, list[PlacedParameter]]], limit: int
-) -> list[tuple[list[nn.Module], list[PlacedParameter]]]:
-    """Join consecutive blocks while they have at most ``limit`` bytes together, for fewer collectives."""
+    blocks: Iterable[tuple[B, Sequence[M]]], nbytes_of: Callable[[M], int], *, stays: bool
+) -> list[tuple[list[B], list[M]]]:
+    """Join small consecutive blocks for fewer collectives, if they stay whole for a step.
 
-    def nbytes(block: tuple[nn.Module, list[PlacedParameter]]) -> int:
-        return sum(member.param.nbytes for member in block[1])
-
-    return [
-        ([module for module, _ in run], [member for _, members in run for member in members])
-        for run in chunks(blocks, nbytes, limit)
-    ]
+    Args:
+        blocks: each block with its parameters.
+        nbytes_of: returns the bytes of a parameter.
+        stays: whether blocks stay whole for a step; otherwise each is on its own.
+    """
+    joined = chunks(blocks, lambda block: sum(map(nbytes_of, block[1])), piece_bytes() if stays else 0)
+    return [([block for block, _ in run], [member for _, members in run for member in members]) for run in joined]
 
 
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:

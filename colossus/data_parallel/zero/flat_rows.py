@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,46 +14,14 @@ from colossus.comm.pending import Pending
 from colossus.comm.step_regions import GATHERS, in_region
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.precision import LOW, Precision
 from colossus.context.program import Subject
+from colossus.data_parallel.zero.row_forms import Dtypes
 from colossus.data_parallel.zero.row_layout import RowLayout
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.parameter_hooks import copy_attributes
 from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of a parameter.
-
-    Attributes:
-        computed: the dtype of the gathered parameter, in which it also travels.
-        gradient: the dtype in which its gradients are accumulated.
-        reduced: the dtype in which they are summed over ranks.
-        stored: the dtype of the rows that the optimizer updates.
-    """
-
-    computed: torch.dtype
-    gradient: torch.dtype
-    reduced: torch.dtype
-    stored: torch.dtype
-
-    @classmethod
-    def of(cls, param: nn.Parameter, precision: Precision, *, is_product: bool) -> Dtypes:
-        """Return the dtypes under the precision of a run; a parameter with a wide dtype of its own keeps it.
-
-        Args:
-            param: the parameter.
-            precision: the precision of the run.
-            is_product: whether it is used in products only, which run in the dtype of compute.
-        """
-        is_usual = param.dtype == precision.params
-        computed = precision.compute if precision.is_low and is_product and is_usual else param.dtype
-        gradient = precision.gradients if computed in LOW else computed
-        stored = precision.optimizer if is_usual or param.dtype in LOW else param.dtype
-        return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
 
 
 class FlatRows:

@@ -10,11 +10,11 @@ from torch import nn
 
 from colossus.comm import collectives
 from colossus.comm.autograd import uncompiled
-from colossus.comm.shared_memory import piece_bytes
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
 from colossus.data_parallel.zero.prefetch import BlockRuns, ModuleHook, run_around
+from colossus.data_parallel.zero.row_forms import stage_in_effect
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
@@ -103,15 +103,11 @@ class ParameterStore:
         assert not self.blocks, "the parameters are sharded already"
         context = self._context
         group = context.state_group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
-        if group.size == 1:
-            if context.precision.params == context.precision.optimizer and not offload:
-                return
-            stage = min(stage, 2)
+        is_copied = offload or context.precision.params != context.precision.optimizer
+        stage = stage_in_effect(stage, group.size, is_copied=is_copied)
+        if not stage:
+            return
         self._group = group
-
-        def group_of(param: nn.Parameter) -> AxisGroup:
-            cut = spec_of(param).layout.shard_axes
-            return context.state_group(tuple(axis for axis in group.axes if axis not in cut))
 
         def takes(param: nn.Parameter) -> bool:
             return row_source(param) is None and (stage == 3 or param.requires_grad)
@@ -119,8 +115,8 @@ class ParameterStore:
         chain = self._chain()
         blocks, root = by_block(self._model, chain, takes)
         is_transient = stage == 3 and self.weights.scope != "step"
-        for modules, members in in_buckets(blocks, 0 if is_transient else piece_bytes()):
-            block = ShardedBlock(members, group_of, context, self.weights.scope, stage, offload)
+        for modules, members in in_buckets(blocks, lambda member: member.param.nbytes, stays=not is_transient):
+            block = ShardedBlock(members, group.axes, context, self.weights.scope, stage, offload)
             if is_transient and (hooked := [param for param in block.params if user_hooks(param, POST_ACCUMULATE)]):
                 raise ValueError(
                     f"{spec_of(hooked[0]).name} has a hook of register_post_accumulate_grad_hook, which gets the sum "
@@ -134,7 +130,7 @@ class ParameterStore:
                     self._gather_before(module, block)
             self.blocks.append(block)
         if root:
-            self.blocks.insert(0, ShardedBlock(root, group_of, context, "step", stage, offload))
+            self.blocks.insert(0, ShardedBlock(root, group.axes, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
         model = self._model
         model.register_forward_pre_hook(ModuleHook(model, lambda *_: self._before_model()), prepend=True)

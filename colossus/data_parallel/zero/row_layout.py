@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from colossus.data_parallel.zero.row_forms import rows_per_rank
 from colossus.layout.parameter import spec_of
 
 
@@ -57,7 +58,7 @@ class RowLayout:
             row = math.prod(param.shape[1:])
             for shard in spec_of(param).shards:
                 start, stop = shard.rows
-                width = -(-(stop - start) // ranks) * row
+                width = rows_per_rank(stop - start, ranks) * row
                 self.pieces.append(Piece(param, start * row, (stop - start) * row, self.size, width))
                 self.size += width
         self._widths = [piece.width for piece in self.pieces]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,14 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.comm import shared_memory
 from colossus.comm.autograd import is_recorded
-from colossus.comm.flat_buffer import chunks
 from colossus.comm.pending import Pending
 from colossus.comm.step_regions import GATHERS, in_region
-from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows
+from colossus.data_parallel.zero.flat_rows import FlatRows
+from colossus.data_parallel.zero.row_forms import RowForm, rows_together
 from colossus.data_parallel.zero.row_gradients import RowGradients
-from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 
 #: (module, name in it) under which a module holds a parameter
@@ -51,7 +48,7 @@ class ShardedBlock:
 
     Args:
         members: parameters with at least one dim, whose values are whole on each rank of the group.
-        group_of: returns the ranks over which the rows of a parameter are cut.
+        axes: the axes over which rows are cut, where they do not shard a parameter already.
         context: the ranks of the run.
         scope: see `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees gathered parameters at
             the end of the forward, ``microbatch`` after its backward, ``step`` at the end of the step.
@@ -73,7 +70,7 @@ class ShardedBlock:
     def __init__(
         self,
         members: Sequence[PlacedParameter],
-        group_of: Callable[[nn.Parameter], AxisGroup],
+        axes: Sequence[str],
         context: ParallelContext,
         scope: str,
         stage: int,
@@ -85,8 +82,8 @@ class ShardedBlock:
         self.frees_after_forward = stage == 3 and scope == "matmul"
         with as_shards():
             self._flats = [
-                FlatRows(params, group, context, dtypes, stage, offload)
-                for group, params, dtypes in _by_collective(members, group_of, context)
+                FlatRows(params, context.state_group(form.axes_of_rows(axes)), context, form.dtypes, stage, offload)
+                for form, params in _by_collective(members, axes, context)
             ]
         self.stored = {param: stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
@@ -198,21 +195,10 @@ def _unrecorded() -> AbstractContextManager[object]:
 
 
 def _by_collective(
-    members: Iterable[PlacedParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
-) -> Iterator[tuple[AxisGroup, list[nn.Parameter], Dtypes]]:
-    """Yield parameters that travel together: of the same ranks and dtypes, as many as `flat_limit` allows."""
-    kinds: dict[tuple[AxisGroup, Dtypes, bool], list[nn.Parameter]] = {}
-    for member in members:
-        param = member.param
-        dtypes = Dtypes.of(param, context.precision, is_product=member.is_product)
-        kinds.setdefault((group_of(param), dtypes, param.requires_grad), []).append(param)
-    for (group, dtypes, _), params in kinds.items():
-        wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
-
-        def nbytes(param: nn.Parameter, ranks: int = group.size, wide: int = wide) -> int:
-            # with the padding of each rank's last rows, and a flag
-            padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
-            return (param.numel() + ranks * (padding + 1)) * wide
-
-        for chunk in chunks(params, nbytes, shared_memory.flat_limit(params[0].device)):
-            yield group, chunk, dtypes
+    members: Sequence[PlacedParameter], axes: Sequence[str], context: ParallelContext
+) -> Iterator[tuple[RowForm, list[nn.Parameter]]]:
+    """Yield the parameters of each collective, and the form of the first."""
+    forms = [RowForm.of(member.param, context.precision, is_product=member.is_product) for member in members]
+    limit = shared_memory.flat_limit(members[0].param.device)
+    for indices in rows_together(forms, axes, context.grid.sizes, limit):
+        yield forms[indices[0]], [members[index].param for index in indices]

@@ -10,6 +10,7 @@ from torch import nn
 
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.data_parallel.zero.row_forms import axes_of_zero
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.gradients.buckets import gradient_in_parts
@@ -48,9 +49,7 @@ class Zero(Strategy):
         self._stage, self._offload = stage, offload
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        grid = parts.context.grid
-        data = tuple(axis for axis in grid.axes("data") if axis != "replicate")
-        store.shard((*data, *grid.axes("sequence")), stage=self._stage, offload=self._offload)
+        store.shard(axes_of_zero(parts.context.grid), stage=self._stage, offload=self._offload)
         super().setup(store, parts)
         by_stage = parts.parameters_by_stage
         transient = {param for block in store.blocks if block.is_transient for param in block.params}
