@@ -196,7 +196,7 @@ HF_FAMILIES = Registry(
 )
 #: formats of folders with weights that are no checkpoints of ours; each recognises its folders, asked by name's order
 WEIGHT_FORMATS = Registry("format of weights", {
-    "dcp": "colossus.checkpoint.dcp_source:DISTRIBUTED_CHECKPOINT",
+    "dcp": "colossus.checkpoint.dcp_folder:DISTRIBUTED_CHECKPOINT",
     "deepspeed": "colossus.hf.hf_source:UNIVERSAL_CHECKPOINT", "hf": "colossus.hf.hf_source:HUGGING_FACE",
 })  # fmt: skip
 ADAPTER_FORMATS = Registry("format of adapters", {"peft": "colossus.hf.lora_folder:LoRAReader"})

@@ -19,6 +19,7 @@ from colossus.checkpoint.manifest import ITEM_BYTES, FileEntry, Manifest, Tensor
 from colossus.checkpoint.megatron import megatron_places
 from colossus.checkpoint.stored_place import StoredPlace
 from colossus.checkpoint.torchtitan import torchtitan_places
+from colossus.checkpoint.weight_sources import WeightFormat
 
 METADATA = ".metadata"
 #: what a ``.metadata`` may be made of
@@ -130,3 +131,12 @@ def _require_files(folder: Path, files: Mapping[str, int]) -> None:
             raise DamagedCheckpoint(f"{folder / name}: cannot be read: {error.strerror}") from None
         if num_bytes < size:
             raise DamagedCheckpoint(f"{folder / name}: has {num_bytes} bytes of {size}; take another checkpoint")
+
+
+#: FSDP2, torchtitan and Lightning save in this format
+DISTRIBUTED_CHECKPOINT = WeightFormat(
+    title="a folder of torch.distributed.checkpoint",
+    recognises=lambda path: (path / METADATA).is_file(),
+    read=read_dcp,
+    reader="colossus.checkpoint.dcp_reader:DCPReader",
+)

@@ -1,7 +1,7 @@
 """The plans of a number of processes: every choice of sizes, of microbatches and of groups of data ranks. No torch.
 
 Whoever looks for a plan takes it from here and says what may vary: the nearest plans of an error (`nearest_plans`), the
-plan of a run that goes on with fewer processes (`colossus.launch.fitted_plan`), and the search of the best one
+plan of a run that goes on with fewer processes (`colossus.launch.auto_plan`), and the search of the best one
 (`colossus.planner.candidates`).
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from colossus.checkpoint import folder
@@ -13,8 +14,7 @@ from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.weight_sources import Assets, find_weights
-from colossus.engine.adapter_weights import take_adapters
-from colossus.engine.launched import Launched
+from colossus.engine.reference_weights import take_adapters
 from colossus.engine.resumer import Resumed, Resumer
 from colossus.engine.saver import Saver
 from colossus.state.collect import assets_of
@@ -22,6 +22,29 @@ from colossus.state.restore import load_weights
 from colossus.state.run import Run, SavedHook
 
 log = logging.getLogger("colossus.engine")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The start of a run as its launcher decides it, the same on all ranks.
+
+    Attributes:
+        folder: the folder in which the launcher keeps the files of this run.
+        resume: the checkpoint that `Checkpoints.resume` loads: "auto" (the latest of this run), a folder, or None.
+        on_progress: called from any thread as a sign of life: a part of a checkpoint was written or read, or another
+            replica for which this one waits has gone on.
+        is_restart: whether the launcher has restarted the ranks: the run first looks for its newest whole save, in the
+            memory of the hosts and on the disk.
+        rollback: on a restart, the latest step to resume from (None: any; later saves are removed with the branch that
+            the run leaves); the number of batches to leave out after it (None: those up to that of the next step); the
+            time of that decision, in seconds since the epoch, which is saved, so that they are left out once.
+    """
+
+    folder: Path
+    resume: str | None
+    on_progress: Callable[[], None]
+    is_restart: bool = False
+    rollback: tuple[int | None, int | None, float] = (None, 0, 0.0)
 
 
 class Checkpoints:

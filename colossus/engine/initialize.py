@@ -25,12 +25,12 @@ from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.checkpoints import Launched
 from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
 from colossus.engine.deterministic import deterministic_algorithms, one_thread
 from colossus.engine.engine import Engine
 from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import Inputs
-from colossus.engine.launched import Launched
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory

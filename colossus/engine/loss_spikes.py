@@ -12,7 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 from colossus.comm.late import Late
-from colossus.config.watches import LossSpikes
+from colossus.config.training import LossSpikes
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.results import StepResult
 

@@ -1,18 +1,30 @@
-"""The weights of the frozen model beside the one that trains (`colossus.models.reference`): no checkpoint has them."""
+"""Weights that come from elsewhere: of the frozen model beside the one that trains, and adapters of another library.
+
+No checkpoint has those of the frozen model (`colossus.models.reference`).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from colossus.checkpoint.adapter_names import adapter_names
 from colossus.checkpoint.errors import under_key
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.weight_sources import find_weights
 from colossus.config import Config, Named
-from colossus.engine.checkpoints import Checkpoints
+from colossus.models.options import kind_of
+from colossus.registry import ADAPTER_FORMATS
+from colossus.state.model_state_dict import whole_tensors
 from colossus.state.restore import load_weights
 from colossus.state.run import Run
+
+if TYPE_CHECKING:
+    from colossus.engine.checkpoints import Checkpoints
 
 
 def take_reference(run: Run, checkpoints: Checkpoints) -> None:
@@ -53,3 +65,19 @@ def _with_folder(config: Config, key: str, folder: str) -> Config:
     if not isinstance(spec.get("reference"), Mapping) or spec["reference"].get("weights") is None:
         return config
     return config.model_copy(update={"model": Named(**{**spec, "reference": {**spec["reference"], "weights": folder}})})
+
+
+def take_adapters(run: Run) -> None:
+    """Load the adapters of ``model.lora.path``, if the model has that option. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed, if the folder has other adapters than the model.
+    """
+    options = getattr(run.model, "options", None)
+    lora = getattr(options, "lora", None)
+    if lora is None or lora.path is None:
+        return
+    own = whole_tensors(run.model, run.context)
+    opens = partial(ADAPTER_FORMATS.get("peft"), lora.path, kind_of(options), options, list(own))
+    with under_key("model.lora.path"), torch.inference_mode(False), on_all_ranks(run.world, opens) as reader:
+        load_weights(run, reader, only=sorted(adapter_names(own)))

@@ -8,17 +8,18 @@ torch for a config that names its plan.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from colossus.arithmetic import byte_count, counted, parse_bytes
+from colossus.arithmetic import byte_count, counted, either, nearest_multiples, parse_bytes
 from colossus.config import Config, ConfigError, resolve
-from colossus.config.plans import describe_plan, world_size
+from colossus.config.plan_space import microbatch_counts, resized_plans, with_groups_of
+from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, world_size
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.named_hardware import default_hosts, named_hardware, typical_cpu
 from colossus.launch.checks import check_required, is_on_cuda
-from colossus.launch.fitted_plan import fit_plan
 
 if TYPE_CHECKING:
     from colossus.planner.search_result import SearchResult
@@ -139,3 +140,60 @@ def _with_stated_split(config: Config, hosts: int | None) -> Config:
     except ValueError as error:
         raise ConfigError(f"parallel.pipeline.split = 'time': {error}", config.source) from error
     return stated
+
+
+# -- fewer processes than the plan names --------------------------------------------------------------------------
+
+
+def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
+    """Return the config with a plan for ``processes`` processes, where ``launch.min_processes`` allows fewer.
+
+    Tensor, pipeline and sequence stay as they are. Data becomes smaller, and so do sizes that are counted in data ranks
+    (groups of experts and of ZeRO, hosts of a strategy). The global batch stays. There are more microbatches, whose
+    size is as near to the old one as the numbers allow, and not larger.
+
+    Returns:
+        The config, and lines for the user.
+
+    Raises:
+        ConfigError: there are fewer processes than allowed, or no such plan fits; with the arithmetic.
+    """
+    least, parallel = config.launch.min_processes, config.parallel
+    if least is None or parallel.auto is not None:
+        return config, []
+    if processes < least:
+        is_are = "is" if processes == 1 else "are"
+        raise ConfigError(f"launch.min_processes = {least}, but there {is_are} {counted(processes, 'process', 'es')}")
+    if parallel.data is None or world_size(parallel) <= processes:
+        return config, []
+    others = world_size(parallel) // parallel.data
+    if processes % others:
+        unsplit = describe_sizes(parallel.model_copy(update={"data": None}))
+        fits = either(nearest_multiples(processes, others))
+        raise ConfigError(
+            f"parallel: {unsplit} = {others} does not divide {counted(processes, 'process', 'es')}, and only data may "
+            f"become smaller; {fits} would do"
+        )
+    problem = None
+    for fitted in _of_fewer_replicas(config, processes):
+        try:
+            resolved = resolve_sizes(fitted, processes)
+        except ConfigError as error:
+            problem = problem or error
+            continue
+        line = f"plan        {describe_plan(resolved)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
+        return fitted, [line]
+    assert problem is not None
+    raise ConfigError([f"with {counted(processes, 'process', 'es')}: {text}" for text in problem.problems])
+
+
+def _of_fewer_replicas(config: Config, processes: int) -> Iterator[Config]:
+    """Yield the config with a plan of fewer data ranks, those with the largest microbatches first."""
+    parallel, schedule = config.parallel, config.schedule
+    (plan,) = resized_plans(parallel, processes, axes=())
+    plan = with_groups_of(parallel, plan)
+    least = -(-schedule.microbatches * (parallel.data or 1) // (plan.data or 1))
+    counts = [count for count in microbatch_counts(config, plan) if count >= least]
+    for count in counts or [schedule.microbatches]:  # where none divides, the check of the plan says so
+        update = {"parallel": plan, "schedule": schedule.model_copy(update={"microbatches": count})}
+        yield config.model_copy(update=update)

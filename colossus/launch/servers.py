@@ -28,12 +28,9 @@ def num_servers(config: Config, nnodes: int) -> int:
     return nnodes if wanted is None else wanted
 
 
-def servers_of_nodes(number: int, nnodes: int) -> list[list[int]]:
-    """Return the indices of each node's servers, spread evenly, with consecutive ones on the same node."""
-    nodes: list[list[int]] = [[] for _ in range(nnodes)]
-    for index in range(number):
-        nodes[index * nnodes // number].append(index)
-    return nodes
+def servers_of_node(node: int, number: int, nnodes: int) -> list[int]:
+    """Return the indices of a node's servers, spread evenly, with consecutive ones on the same node."""
+    return [index for index in range(number) if index * nnodes // number == node]
 
 
 def describe_servers(number: int, nnodes: int) -> str:
@@ -67,7 +64,7 @@ def start_servers(
     logs.mkdir(parents=True, exist_ok=True)
     try:
         # a server ends with the thread that starts it, so this must be the main thread
-        for index in servers_of_nodes(number, num_nodes)[node] if node < num_nodes else ():
+        for index in servers_of_node(node, number, num_nodes):
             log = logs / f"server{index}.log"
             started.append(ServerProcess(index, token, host=host, timeout_seconds=timeout_seconds, log=log))
         for server in started:

@@ -34,7 +34,7 @@ from colossus.registry import HOOKS
 
 if TYPE_CHECKING:
     from colossus.context.parallel_context import ParallelContext
-    from colossus.engine.launched import Launched
+    from colossus.engine.checkpoints import Launched
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -184,7 +184,7 @@ def _launched(run: RankRun, context: ParallelContext, origin: Callable[[], Origi
         ConfigError: on every rank, where a folder belongs to another run, or there is nothing to resume.
     """
     from colossus.comm.objects import broadcast_object
-    from colossus.engine.launched import Launched
+    from colossus.engine.checkpoints import Launched
 
     is_restart = run.has_launcher and attempt_log.this_attempt() > 0
     rollback, problems = None, None

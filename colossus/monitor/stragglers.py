@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from colossus.arithmetic import counted
 from colossus.comm.step_regions import GATHERS, PIPELINE_IDLE, profiled
-from colossus.config.watches import StragglerSection
+from colossus.config.training import StragglerSection
 from colossus.context.grid import RankGrid
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoint_steps
 from colossus.config import ConfigError
-from colossus.config.watches import LossSpikes
+from colossus.config.training import LossSpikes
 from colossus.engine.engine import Engine
 from colossus.engine.fit import fit
 from colossus.engine.loss_spikes import LossSpike, SpikeWatch

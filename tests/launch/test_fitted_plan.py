@@ -16,8 +16,7 @@ from helpers.ports import free_port
 from colossus.config import Config, ConfigError, load_config, resolve_sizes, state_config
 from colossus.config.plans import world_size
 from colossus.launch import command
-from colossus.launch.auto_plan import resolve_planned
-from colossus.launch.fitted_plan import fit_plan
+from colossus.launch.auto_plan import fit_plan, resolve_planned
 
 
 def config_of(changes: Sequence[str] = (), **parallel: Any) -> Config:

@@ -22,9 +22,9 @@ from colossus.config.launch_section import RestartsSection
 from colossus.launch import agent, attempt_log, command, local_processes, run_folder
 from colossus.launch.attempts import Attempts
 from colossus.launch.auto_plan import Planned
+from colossus.launch.command import check_restart_keys
 from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, NodeEnd, RankEnd
-from colossus.launch.restart_checks import check_restart_keys
 from colossus.launch.resume import RunStart
 
 COMMAND = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run"]

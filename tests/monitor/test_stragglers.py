@@ -17,8 +17,7 @@ from helpers.training import SIZES, config_of
 import colossus
 from colossus.comm import step_regions
 from colossus.config import ConfigError, load_config
-from colossus.config.training import Profile
-from colossus.config.watches import StragglerSection
+from colossus.config.training import Profile, StragglerSection
 from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
 from colossus.monitor.metrics import Metrics
