@@ -1,7 +1,7 @@
-"""Charts: lines over axes and stacked bars, as text or as a picture. No torch."""
+"""Charts: lines over axes, as text or as a picture. No torch."""
 
 from colossus.chart.draw_picture import save_charts
 from colossus.chart.draw_text import in_encoding, text_chart
-from colossus.chart.panel import Bars, Line, Panel
+from colossus.chart.panel import Line, Panel
 
-__all__ = ["Bars", "Line", "Panel", "in_encoding", "save_charts", "text_chart"]
+__all__ = ["Line", "Panel", "in_encoding", "save_charts", "text_chart"]

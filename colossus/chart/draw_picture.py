@@ -7,14 +7,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.chart.panel import PALETTE, Bars, Panel, log_ticks, readable
+from colossus.chart.panel import PALETTE, Panel, log_ticks, readable
 from colossus.picture import check_picture, new_figure
 
 _DASHES = ("-", "--", ":", "-.")
-_HATCHES = ("", "//", "..")
 
 
-def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
+def save_charts(panels: Sequence[Panel], path: Path) -> None:
     """Draw charts into one picture, with one legend below them all for the labels of the first.
 
     A chart with labels that the first does not have gets a legend of its own.
@@ -30,7 +29,7 @@ def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
     subplots = figure.subplots(rows, columns, squeeze=False).flatten()
     common: dict[str, Any] = {}
     for axes, panel in zip(subplots, panels, strict=False):
-        handles = draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
+        handles = _draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.set_xlabel(panel.x_label)
         axes.xaxis.set_major_formatter(_tick_label)
@@ -79,27 +78,6 @@ def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
         low, high = map(math.log10, axes.get_ylim())
         axes.set_yticks([10**at for at in log_ticks(low, high, 8)])
     axes.yaxis.set_major_formatter(_tick_label)
-    return handles
-
-
-def draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
-    """Draw bars into axes of matplotlib.
-
-    Returns:
-        The handle that the legend shows, by the name of a part.
-    """
-    starts = [0.0] * len(bars.names)
-    handles = {}
-    for place, (name, sizes) in enumerate(bars.parts.items()):
-        look: dict[str, Any] = dict(color=PALETTE[place % len(PALETTE)], edgecolor="white", height=0.6)
-        look["hatch"] = _HATCHES[place // len(PALETTE) % len(_HATCHES)]
-        handles[name] = axes.barh(range(len(starts)), sizes, left=starts, **look)
-        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    if bars.limit:
-        name, size = bars.limit
-        handles[name] = axes.axvline(size, color="black", linestyle="--", linewidth=1.2)
-    axes.set_yticks(range(len(starts)), bars.names)
-    axes.set_ylim(max(len(starts), 3) - 0.5, -0.5)
     return handles
 
 

@@ -5,49 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from colossus.chart.panel import PALETTE, Bars, Line, Panel, log_ticks, readable, ticks
+from colossus.chart.panel import PALETTE, Line, Panel, log_ticks, readable, ticks
 
 #: the bit of a dot in a braille character, by row and column
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-#: characters for the parts of bars: a full block and shades, then ASCII
-_FILLS = "\u2588\u2592\u2591\u2593#=+:-."
-_LIMIT = "|"
 #: mark in the legend of a line that is drawn in braille
 _DASH = "\u2812\u2812"
 #: ASCII replacements, for encodings without these characters
 _IN_ASCII = {0x2800 + bits: "*" for bits in range(1, 256)} | dict(
-    zip(map(ord, "\u2524\u2502\u2500\u252c\u2514\u2588\u2592\u2591\u2593\u2026"), "+|-++@%&$~", strict=True)
+    zip(map(ord, "\u2524\u2502\u2500\u252c\u2514"), "+|-++", strict=True)
 )
 
 
-def text_chart(panel: Panel | Bars, width: int = 80, height: int = 16, *, colour: bool = False) -> str:
+def text_chart(panel: Panel, width: int = 80, height: int = 16, *, colour: bool = False) -> str:
     """Return a chart as text.
 
     Args:
         panel: the chart.
         width: columns at most.
-        height: rows at most for lines; bars take the rows that they need.
+        height: rows at most.
         colour: draw lines in braille and in colours (ANSI escapes). Without it, each of several lines is drawn with its
             own letter, and its markers with the capital letter.
     """
-    return _text_bars(panel, width, colour) if isinstance(panel, Bars) else _text_lines(panel, width, height, colour)
-
-
-def in_encoding(chart: str, encoding: str) -> str:
-    """Return a chart of `text_chart`, translated to ASCII if the encoding has no braille and blocks.
-
-    Args:
-        chart: the text.
-        encoding: its target (``sys.stdout.encoding``).
-    """
-    try:
-        chart.encode(encoding)
-    except UnicodeEncodeError:
-        return chart.translate(_IN_ASCII)
-    return chart
-
-
-def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
     lines = sorted((line for line in panel.lines if line.style != "faint"), key=lambda line: line.style == "markers")
     points = [list(zip(line.x, panel.heights(line), strict=True)) for line in lines]
     finite = [point for line_points in points for point in line_points if not math.isnan(point[1])]
@@ -86,6 +65,20 @@ def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
         edge = "\u2524" if row in labels else "\u2502"
         chart.append(f"{labels.get(row, ''):>{margin}}{edge}{''.join(drawn).rstrip()}")
     return "\n".join([*chart, *_x_axis(panel, x_low, x_high, margin, columns), *legend])
+
+
+def in_encoding(chart: str, encoding: str) -> str:
+    """Return a chart of `text_chart`, translated to ASCII if the encoding has no braille.
+
+    Args:
+        chart: the text.
+        encoding: its target (``sys.stdout.encoding``).
+    """
+    try:
+        chart.encode(encoding)
+    except UnicodeEncodeError:
+        return chart.translate(_IN_ASCII)
+    return chart
 
 
 def _mark(line: Line, place: int, has_letters: bool) -> str:
@@ -159,29 +152,3 @@ def _paint(text: str, place: int, colour: bool) -> str:
         return text
     red, green, blue = bytes.fromhex(PALETTE[place % len(PALETTE)][1:])
     return f"\033[38;2;{red};{green};{blue}m{text}\033[0m"
-
-
-def _text_bars(bars: Bars, width: int, colour: bool) -> str:
-    totals = [sum(sizes) for sizes in zip(*bars.parts.values(), strict=True)]
-    limit = bars.limit[1] if bars.limit else 0.0
-    longest = max([limit, *totals], default=0.0)
-    if not longest > 0:
-        return f"{bars.title}\n  no numbers"
-    names = [name if len(name) <= width // 3 else f"{name[: width // 3 - 1]}\u2026" for name in bars.names]
-    margin = max(map(len, names)) + 1
-    scale = max(8, width - margin - 10) / longest
-    rows = [" " * margin + " ".join(filter(None, (bars.title, bars.x_label and f"({bars.x_label})")))]
-    for at, (name, total) in enumerate(zip(names, totals, strict=True)):
-        drawn, below = "", 0.0
-        for place, sizes in enumerate(bars.parts.values()):
-            length = round((below + sizes[at]) * scale) - round(below * scale)
-            drawn += _paint(_FILLS[place % len(_FILLS)] * length, place, colour)
-            below += sizes[at]
-        if total < limit:
-            drawn += " " * (round(limit * scale) - round(total * scale)) + _LIMIT
-        rows.append(f"{name:<{margin}}{drawn} {readable(float(f'{total:.3g}'))}")
-    entries = [(_FILLS[place % len(_FILLS)], name, place) for place, name in enumerate(bars.parts)]
-    legend = _legend(entries, width, colour)
-    if bars.limit:
-        legend.append(f"  {_LIMIT} {bars.limit[0]}")
-    return "\n".join([*rows, *legend])

@@ -1,9 +1,9 @@
-"""The contents of charts: lines and bars, their colours, and the numbers at their axes."""
+"""The contents of charts: lines, their colours, and the numbers at their axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,23 +54,6 @@ class Panel:
         if self.log_y:
             return [math.log10(y) if 0 < y < math.inf else math.nan for y in line.y]
         return [y if math.isfinite(y) else math.nan for y in line.y]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Horizontal bars, each stacked of parts.
-
-    Attributes:
-        names: the name of each bar.
-        parts: name of a part -> its size in each bar.
-        limit: name and size of a line across all bars.
-    """
-
-    title: str
-    names: Sequence[str]
-    parts: Mapping[str, Sequence[float]]
-    x_label: str = ""
-    limit: tuple[str, float] | None = None
 
 
 def readable(value: float) -> str:

@@ -8,16 +8,14 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from colossus.arithmetic import counted, parse_bytes
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, path_argument, positive_integer, size_argument
-from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
+from colossus.cli.plan_explain import render_plan
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_json import as_json
-from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
 from colossus.config import Config, ConfigError, resolve, state_config
 from colossus.config.overrides import apply_overrides
@@ -26,7 +24,6 @@ from colossus.config.schema import Parallel
 from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_required
-from colossus.picture import FORMATS, check_picture
 from colossus.planner.fixed_keys import SECTIONS, FixedKeys
 from colossus.planner.search_result import SearchResult
 
@@ -38,7 +35,7 @@ examples:
   colossus plan config.py --devices 512 --hardware h100                   # 64 hosts of 8, by the data sheet
   colossus plan config.py --devices 64 --hosts 16 --hardware a100 --network 10us,25GB/s --memory 70GB
   colossus plan config.py --devices 64 --hardware h100 --keep pipeline=2 schedule.type=1f1b
-  colossus plan config.py --devices 8 --hardware measured.json --explain 2 --plot plan.svg
+  colossus plan config.py --devices 8 --hardware measured.json --explain 2
 
 The plan of the file is ignored; --keep fixes keys of the plans, all other sections of the file count. The search
 compares every product of data, pipeline, tensor, sequence and expert sizes, with their modes, schedules, ZeRO and
@@ -103,9 +100,6 @@ def make_parser() -> Parser:
         "--json", type=path_argument, metavar="OUT", help="write all numbers, in seconds and bytes; - prints them "
         "instead of the table",
     )  # fmt: skip
-    parser.add_argument(
-        "--plot", type=path_argument, metavar="OUT", help=f"draw the plans into this file, too ({', '.join(FORMATS)})"
-    )
     return parser
 
 
@@ -119,11 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     checked = _place("check", arguments, len(result.plans))
     numbers = as_json(question, result, explained)
     if arguments.json != "-":
-        encoding = sys.stdout.encoding or "ascii"
         print(
             render_table(question, result, width)
             if explained is None
-            else render_plan(question, result.plans, explained, width, encoding),
+            else render_plan(question, result.plans, explained, width),
             flush=True,
         )
     if checked is not None:
@@ -138,26 +131,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
         print(json.dumps(numbers, indent=1))
     elif arguments.json:
-        _write("json", lambda: Path(arguments.json).write_text(json.dumps(numbers, indent=1) + "\n"))
-    if arguments.plot:
-        _write("plot", lambda: _save(question, result, explained, Path(arguments.plot)))
+        try:
+            Path(arguments.json).write_text(json.dumps(numbers, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json: {error}") from error
     return code
-
-
-def _write(option: str, write: Callable[[], object]) -> None:
-    """Write the file of an option; an OSError becomes a ConfigError that names the option."""
-    try:
-        write()
-    except OSError as error:
-        raise ConfigError(f"--{option}: {error}") from error
-
-
-def _save(question: Question, result: SearchResult, explained: int | None, path: Path) -> None:
-    if explained is None:
-        save_plans(question, result.plans, path)
-    else:
-        plan = result.plans[explained]
-        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), path)
 
 
 def _place(option: str, arguments: argparse.Namespace, number: int) -> int | None:
@@ -182,11 +160,6 @@ def _question(arguments: argparse.Namespace) -> Question:
         _place(option, arguments, arguments.top)
     if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {arguments.json}: the folder {Path(arguments.json).parent} does not exist")
-    if arguments.plot:
-        try:
-            check_picture(Path(arguments.plot))
-        except ValueError as error:
-            raise ConfigError(f"--plot: {error}") from None
     fixed: dict[str, Any] = {}
 
     def leave_open(config: Config) -> Config:

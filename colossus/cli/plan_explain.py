@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 
-from colossus.arithmetic import aligned, byte_count, counted
-from colossus.chart import in_encoding, text_chart
+from colossus.arithmetic import aligned, counted
 from colossus.cli.memory_table import stage_table
-from colossus.cli.plan_picture import memory_bars
-from colossus.cli.plan_table import Question, axis_rows, launch_lines, part_rows, plan_words
+from colossus.cli.plan_table import Question, axis_rows, launch_lines, memory_rows, part_rows, plan_words
 from colossus.compare.printed_rows import seconds_text
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.hardware.host_placement import Placement
@@ -18,13 +15,13 @@ from colossus.planner.plan_estimate import PlanEstimate
 from colossus.schedule.draw import draw
 from colossus.schedule.simulate import Simulation, Span
 
-#: the most hosts of the table, and the most parts in the comparison of two plans
-_MOST_HOSTS, _MOST_PARTS = 16, 4
+#: the most parts in the comparison of two plans
+_MOST_PARTS = 4
 #: smallest difference between two plans that is printed, as a fraction of a step
 _LEAST = 1e-4
 
 
-def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, width: int, encoding: str) -> str:
+def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, width: int) -> str:
     """Return the explanation of a plan.
 
     Args:
@@ -32,17 +29,15 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
         plans: the list, the best first.
         at: index of the plan.
         width: columns at most.
-        encoding: encoding of the terminal.
     """
     plan = plans[at]
     words = f"plan {at + 1} of {len(plans)}, {seconds_text(plan.seconds)} a step: "
     title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
-    bars = in_encoding(text_chart(memory_bars(question, [plan], [plan.memory.fullest_rank]), width), encoding)
     sections = [
         title,
-        f"timeline    {timeline_title(plan)}\n{draw(in_milliseconds(plan), width)}",
+        f"timeline    {_timeline_title(plan)}\n{draw(_in_milliseconds(plan), width)}",
         part_rows(plan),
-        f"memory      {byte_count(plan.memory.fullest.total)} of {byte_count(question.memory)}\n{bars}",
+        memory_rows("memory", question, plan),
     ]
     if len(plan.memory.ranks) > 1:
         sections.append(stage_table(plan.memory.ranks))
@@ -56,7 +51,7 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
     return "\n\n".join(sections)
 
 
-def timeline_title(plan: PlanEstimate) -> str:
+def _timeline_title(plan: PlanEstimate) -> str:
     """Return the unit of the timeline and, if it has fewer microbatches than the plan, how many.
 
     The estimate simulates only as many microbatches as the pipeline needs to be full.
@@ -66,13 +61,13 @@ def timeline_title(plan: PlanEstimate) -> str:
     return "milliseconds" + (f", with {simulated} microbatches instead of {total}" if simulated < total else "")
 
 
-def in_milliseconds(plan: PlanEstimate) -> Simulation:
+def _in_milliseconds(plan: PlanEstimate) -> Simulation:
     """Return the timeline of a plan in milliseconds, for drawing."""
     return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in plan.spans])
 
 
 def host_rows(grid: RankGrid, hosts: int) -> str:
-    """Return two tables: the hosts that the groups of each axis span, and the coordinates of each host's ranks."""
+    """Return a table of the hosts that the groups of each axis span."""
     placement = Placement(grid, hosts)
     ranks = placement.ranks_per_host
     if hosts == 1:
@@ -84,32 +79,10 @@ def host_rows(grid: RankGrid, hosts: int) -> str:
             spread = placement.of(name)
             where = "inside a host" if spread.hosts == 1 else f"over {spread.hosts} hosts"
             rows.append((name, counted(spread.ranks, "rank"), where))
-    names = [axis for axis, size in grid.sizes.items() if size > 1]
-    table = [["host", "ranks", *names]]
-    for host in range(min(hosts, _MOST_HOSTS)):
-        first, last = host * ranks, (host + 1) * ranks - 1
-        table.append([str(host), _range(first, last), *_coordinates(grid, first, ranks, names)])
-    more = f"\n  ({hosts - _MOST_HOSTS} more hosts)" if hosts > _MOST_HOSTS else ""
     return (
-        f"hosts       {hosts} of {counted(ranks, 'rank')}\n"
-        f"{textwrap.indent(aligned(rows, left_columns=(0, 2)), '  ')}\n\n"
-        f"{textwrap.indent(aligned(table), '  ')}{more}"
+        f"hosts       {hosts} of {counted(ranks, 'rank')}; `colossus show` prints the coordinates of each rank\n"
+        f"{textwrap.indent(aligned(rows, left_columns=(0, 2)), '  ')}"
     )
-
-
-def _coordinates(grid: RankGrid, first: int, ranks: int, names: Sequence[str]) -> list[str]:
-    """Return the range of the coordinates on each axis of a host's ranks."""
-    ranges = []
-    for name in names:
-        stride = math.prod([*grid.sizes.values()][grid.names.index(name) + 1 :])
-        step = min(stride, ranks)
-        at = [grid.coordinates(rank)[name] for rank in (*range(first, first + ranks, step), first + ranks - 1)]
-        ranges.append(_range(min(at), max(at)))
-    return ranges
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}-{high}"
 
 
 def _beats(question: Question, plan: PlanEstimate, following: PlanEstimate, place: int) -> str:

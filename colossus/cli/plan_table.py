@@ -58,8 +58,7 @@ def render_table(question: Question, result: SearchResult, width: int) -> str:
         head(question, result),
         plan_rows(question, [str(rank) for rank in range(1, len(result.plans) + 1)], result.plans, width),
         *usual_rows(question, result, width),
-        f"the best    {byte_count(best.memory.fullest.total)} of {byte_count(question.memory)} on "
-        f"{best.memory.fullest_rank}\n{textwrap.indent(kind_table(best.memory.fullest), '  ')}",
+        memory_rows("the best", question, best),
         part_rows(best),
     ]
     if best.axes:
@@ -135,6 +134,13 @@ def plan_rows(question: Question, names: Sequence[str], plans: Sequence[PlanEsti
         words = textwrap.wrap(plan_words(plan.config), max(_NARROWEST, width - margin), break_on_hyphens=False)
         lines += [f"{cells:<{margin}}{line}" for cells, line in zip([row, *[""] * len(words)], words, strict=False)]
     return "\n".join(lines)
+
+
+def memory_rows(title: str, question: Question, plan: PlanEstimate) -> str:
+    """Return a table of the memory of a plan's fullest rank by kind."""
+    fullest = plan.memory.fullest
+    head = f"{byte_count(fullest.total)} of {byte_count(question.memory)} on {plan.memory.fullest_rank}"
+    return f"{title:<11} {head}\n{textwrap.indent(kind_table(fullest), '  ')}"
 
 
 def part_rows(plan: PlanEstimate) -> str:

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from colossus.arithmetic import counted
-from colossus.chart import Bars, Panel, in_encoding, save_charts, text_chart
+from colossus.chart import Panel, in_encoding, save_charts, text_chart
 from colossus.cli.parser import Parser, path_argument, positive_integer
-from colossus.cli.plot_panels import BARS, VIEWS, gaps, make_panels
+from colossus.cli.plot_panels import VIEWS, gaps, make_panels
 from colossus.config import ConfigError
 from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
@@ -31,9 +31,9 @@ def make_parser() -> Parser:
         "colossus plot",
         "Draw the metrics of runs (metrics.jsonl): loss and validation, gradient norm, learning rate, speed, memory,\n"
         "and others. Several runs share the charts. A run may still be in progress.",
-        f"panels: {', '.join(VIEWS)},\n"
-        f"  {', '.join(BARS)} (bytes by axis, with comm.accounting=True; time by part, from a profile), and any key\n"
-        "  of the rows: rows_touched, experts.blocks.0.mlp.router.tokens, comm.*.calls (a line for each axis)\n"
+        f"panels: {', '.join(VIEWS)}\n"
+        "  (comm: bytes by axis, with comm.accounting=True), and any key of the rows: rows_touched, comm.*.calls (a\n"
+        "  line for each axis), experts.blocks.0.mlp.router.tokens\n"
         "\nexamples:\n"
         "  colossus plot gpt_stdlib\n"
         "  colossus plot runs/first runs/second --x tokens --smooth 20 --out loss.png\n"
@@ -136,7 +136,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else list(map(str, runs))
 
 
-def print_charts(panels: Sequence[Panel | Bars], width: int) -> None:
+def print_charts(panels: Sequence[Panel], width: int) -> None:
     """Print charts, side by side if the terminal is wide, in colours if it has them."""
     console = Console(width=width, highlight=False)
     has_colours = console.color_system is not None and not console.no_color

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_right
@@ -10,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from colossus.chart import Bars, Line, Panel
+from colossus.chart import Line, Panel
 from colossus.chart.panel import readable
 from colossus.config import ConfigError
-from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
@@ -57,6 +55,7 @@ VIEWS = {
     "consensus": View("relative distance of the replicas", {"consensus_distance_relative": ""}, log_y=True),
     "experts": View("tokens of the busiest expert over the mean", {"experts.*.max_over_mean": ""}),
     "entropy": View("entropy of the routers' scores", {"experts.*.entropy": ""}),
+    "comm": View("sent by the first rank in a step", {"comm.*.bytes": ""}, "bytes", log_y=True, is_smoothed=False),
 }
 #: units of time: seconds, name
 _UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
@@ -64,14 +63,14 @@ _UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 def make_panels(
     metrics: Mapping[str, RunMetrics], x: str = "step", smooth: int = 1, names: Sequence[str] = ()
-) -> list[Panel | Bars]:
+) -> list[Panel]:
     """Return a panel for each name.
 
     Args:
         metrics: metrics of each run by its name; each has rows.
         x: ``step``, ``tokens`` (of all steps so far) or ``time`` (see `RunMetrics.seconds`).
         smooth: number of steps over which a line shows the mean, with the numbers themselves faint behind it.
-        names: names of `VIEWS` and `BARS`, keys of the rows and patterns of keys; by default all panels with numbers.
+        names: names of `VIEWS`, keys of the rows and patterns of keys; by default all panels with numbers.
 
     Raises:
         ConfigError: no run has numbers for a name, or for any panel if there are no names.
@@ -79,15 +78,11 @@ def make_panels(
     x_label, places = _places(metrics, x)
     keys = list(dict.fromkeys(key for run in metrics.values() for key in run.numbers))
     evaluated = [key for key in keys if key.startswith(EVALUATED) and key not in _LOSSES]
-    panels: list[Panel | Bars] = []
-    for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, *BARS]):
-        panel: Panel | Bars | None
-        if name in BARS:
-            panel = BARS[name](metrics)
-        else:
-            patterns = [name, *([f"*.{name}"] if name in evaluated else [])]
-            view = VIEWS.get(name, View(name, dict.fromkeys(patterns, "")))
-            panel = _panel(view, metrics, places, keys, smooth, x_label)
+    panels: list[Panel] = []
+    for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS]):
+        patterns = [name, *([f"*.{name}"] if name in evaluated else [])]
+        view = VIEWS.get(name, View(name, dict.fromkeys(patterns, "")))
+        panel = _panel(view, metrics, places, keys, smooth, x_label)
         if panel is not None:
             panels.append(panel)
         elif names:
@@ -98,13 +93,12 @@ def make_panels(
 
 
 def _unknown(name: str, keys: Sequence[str]) -> str:
-    sources = {"comm": "comm.accounting=True counts bytes", "profile": "train.profile and colossus profile make one"}
-    if name in sources:
-        return f"--panels {name}: no run has it; {sources[name]}"
-    close = nearest(name, [*VIEWS, *BARS, *keys])
+    if name == "comm":
+        return "--panels comm: no run has it; comm.accounting=True counts bytes"
+    close = nearest(name, [*VIEWS, *keys])
     hint = f"; did you mean {close}?" if close else ""
     patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", key) for key in keys)
-    lists = f"  panels: {', '.join([*VIEWS, *BARS])}\n  keys: {', '.join(patterns)}"
+    lists = f"  panels: {', '.join(VIEWS)}\n  keys: {', '.join(patterns)}"
     return f"--panels {name}: the rows have no such numbers{hint}\n{lists}"
 
 
@@ -184,12 +178,10 @@ def moving_mean(steps: Sequence[int], values: Sequence[float], window: int) -> l
     return means
 
 
-def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
+def gaps(panels: Sequence[Panel]) -> list[str]:
     """Return a sentence for each line that has numbers that cannot be drawn."""
     sentences = []
     for panel in panels:
-        if isinstance(panel, Bars):
-            continue
         for line in panel.lines:
             missing = [x for x, y in zip(line.x, panel.heights(line), strict=True) if math.isnan(y)]
             if missing and line.style != "faint":
@@ -198,42 +190,3 @@ def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
                 where = f"first at {panel.x_label} {readable(missing[0])}"
                 sentences.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {what} ({where}): gaps")
     return sentences
-
-
-# -- bars -----------------------------------------------------------------------------------------------------------
-
-
-def _bytes_by_axis(runs: Mapping[str, RunMetrics]) -> Bars | None:
-    """Return the bytes that the logging rank sends in a step, the mean over the rows that have them.
-
-    Without such rows the result is None.
-    """
-    means: dict[str, dict[str, float]] = {}
-    for name, run in runs.items():
-        rows = [row["comm"] for row in run.rows if "comm" in row]
-        axes = dict.fromkeys(axis for row in rows for axis in row)
-        if rows:
-            means[name] = {axis: fmean(row.get(axis, {}).get("bytes", 0) for row in rows) for axis in axes}
-    return _bars("sent by the first rank in a step", means, "bytes")
-
-
-def _time_by_part(runs: Mapping[str, RunMetrics]) -> Bars | None:
-    """Return the time of a step by part, the mean over ranks, from the profiles of runs; None if no run has one."""
-    means: dict[str, dict[str, float]] = {}
-    for name, run in runs.items():
-        path = run.path.parent / run_folder.PROFILE
-        if path.is_file():
-            profile = json.loads(path.read_bytes())
-            ranks = [rank["seconds"] for rank in profile["ranks"]]
-            means[name] = {part: 1e3 * fmean(rank.get(part, 0.0) for rank in ranks) for part in profile["parts"]}
-    return _bars("time of a step, mean of ranks", means, "ms")
-
-
-def _bars(title: str, sizes: Mapping[str, Mapping[str, float]], unit: str) -> Bars | None:
-    """Return a bar for each run from its parts, None without runs."""
-    names = dict.fromkeys(name for run_sizes in sizes.values() for name in run_sizes)
-    parts = {name: [run_sizes.get(name, 0.0) for run_sizes in sizes.values()] for name in names}
-    return Bars(title, list(sizes), parts, unit) if sizes else None
-
-
-BARS = {"comm": _bytes_by_axis, "profile": _time_by_part}

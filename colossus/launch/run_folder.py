@@ -24,8 +24,6 @@ from colossus.config import Config, ConfigError, as_dict, without_credentials
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 #: the config that the launcher has resolved, for the ranks of its node
 RESOLVED = "resolved.json"
-#: the file of a profile, with the parts of a step's time
-PROFILE = "profile/summary.json"
 #: files that a run's launcher, and its first rank, which may outlive it, lock while they use the folder
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
 

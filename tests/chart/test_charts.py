@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossus.chart import Bars, Line, Panel, in_encoding, save_charts, text_chart
+from colossus.chart import Line, Panel, in_encoding, save_charts, text_chart
 from colossus.chart.panel import PALETTE, log_ticks, readable, ticks
 
 STEPS = range(1, 41)
@@ -18,7 +18,6 @@ FALLING = [5 * math.exp(-step / 10) for step in STEPS]
 UP = Line("up", range(5), [1, 2, 3, 4, 5])
 DOWN = Line("down", range(5), [5, 4, 3, 2, 1])
 EVALUATED = Line("down validation", [0, 4], [4, 2], "markers", 1)
-BARS = Bars("sent", ["one", "three"], {"data": [1e6, 2e6], "tensor": [0, 1e6]}, "bytes")
 
 
 def test_one_line_is_drawn_in_braille_with_a_gap_where_a_number_is_none() -> None:
@@ -49,8 +48,6 @@ def test_where_the_encoding_has_no_braille_charts_are_ascii() -> None:
         "   0",
         "  ** up",
     ]
-    bars = in_encoding(text_chart(BARS, 40), "latin-1")
-    assert (bars.isascii(), bars.splitlines()[-1]) == (True, "  @ data  % tensor")
 
 
 def test_without_colours_each_of_several_lines_has_a_letter() -> None:
@@ -111,38 +108,14 @@ def test_an_axis_of_steps_has_whole_numbers() -> None:
     assert axis.split() == ["6", "7", "8"]
 
 
-def test_bars_are_as_long_as_their_parts() -> None:
-    full, shade = "\u2588", "\u2592"
-    assert text_chart(BARS, 31).splitlines() == [
-        "      sent (bytes)",
-        f"one   {full * 5} 1M",
-        f"three {full * 10}{shade * 5} 3M",
-        f"  {full} data  {shade} tensor",
-    ]
-
-
-def test_bars_beside_a_limit(tmp_path: Path) -> None:
-    full, shade = "\u2588", "\u2592"
-    limited = replace(BARS, limit=("most", 2e6))
-    assert text_chart(limited, 31).splitlines() == [
-        "      sent (bytes)",
-        f"one   {full * 5}     | 1M",
-        f"three {full * 10}{shade * 5} 3M",
-        f"  {full} data  {shade} tensor",
-        "  | most",
-    ]
-    save_charts([limited], tmp_path / "bars.svg")
-    assert "<!-- most -->" in (tmp_path / "bars.svg").read_text()
-
-
 def test_a_picture_has_the_titles_labels_and_names_of_its_charts(tmp_path: Path) -> None:
     many = [Line(f"router {at}", range(5), [at, 2, 3, 4, 5]) for at in range(9)]
     raw = Line("", range(5), [1, 9, 3, 9, 5], "faint", 0)
     first = Panel("the loss", [raw, UP, DOWN, EVALUATED], "step", "nats", log_y=True)
-    save_charts([first, Panel("experts", many, "tokens"), BARS], tmp_path / "all.svg")
+    save_charts([first, Panel("experts", many, "tokens")], tmp_path / "all.svg")
     text = (tmp_path / "all.svg").read_text()
-    names = ["up", "down", "down validation", "router 0", "router 8", "data", "tensor", "one", "three"]
-    for label in ("the loss", "step", "nats", "experts", "tokens", "sent", "bytes", *names):
+    names = ["up", "down", "down validation", "router 0", "router 8"]
+    for label in ("the loss", "step", "nats", "experts", "tokens", *names):
         assert text.count(f"<!-- {label} -->") == 1, label
     for name in ("one.png", "one.pdf"):
         save_charts([Panel("nothing", [Line("", [1], [math.nan])], log_y=True)], tmp_path / name)

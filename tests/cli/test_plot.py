@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from colossus.chart import Bars, Panel
+from colossus.chart import Panel
 from colossus.cli.main import main
 from colossus.cli.plot import metrics_of, short_names
 from colossus.cli.plot_panels import gaps, make_panels, moving_mean
@@ -118,11 +118,7 @@ def test_every_panel_of_which_there_are_numbers(write: Write) -> None:
     accuracy = panels["validation_accuracy"]
     assert isinstance(accuracy, Panel)
     assert {name: y for name, (_, y) in drawn(accuracy).items()} == {"a": [0.5], "a ema": [0.75]}
-    memory, busiest, sent = (
-        panels["memory"],
-        panels["tokens of the busiest expert over the mean"],
-        list(panels.values())[-1],
-    )
+    memory, busiest = panels["memory"], panels["tokens of the busiest expert over the mean"]
     assert isinstance(memory, Panel)
     assert isinstance(busiest, Panel)
     assert memory.y_label == "GB"
@@ -130,7 +126,8 @@ def test_every_panel_of_which_there_are_numbers(write: Write) -> None:
     assert {name: y for name, (_, y) in drawn(busiest).items()} == {
         "a blocks.0.router": [1.5, 1.5], "a blocks.1.router": [2.5, 2.5],
     }  # fmt: skip
-    assert sent == Bars("sent by the first rank in a step", ["a"], {"data": [3000.0], "tensor": [5.0]}, "bytes")
+    sent = panels["sent by the first rank in a step"]
+    assert {name: y for name, (_, y) in drawn(sent).items()} == {"a data": [3000.0, 3000.0], "a tensor": [10.0]}
 
 
 def test_any_key_of_the_rows_is_a_panel_and_a_pattern_or_a_list_has_a_line_for_each(write: Write) -> None:
@@ -142,19 +139,6 @@ def test_any_key_of_the_rows_is_a_panel_and_a_pattern_or_a_list_has_a_line_for_e
         "blocks.0.router 1": ([1], [5]),
     }
     assert drawn(panel_of(metrics, "alpha")) == {"": ([1], [0.5])}
-
-
-def test_time_by_part_is_the_mean_over_the_ranks_of_a_profile(write: Write, tmp_path: Path) -> None:
-    metrics = {"a": write([row_of(1)]), "b": write([row_of(1)], "runs/b")}
-    with pytest.raises(ConfigError, match="--panels profile: no run has it"):
-        make_panels(metrics, names=["profile"])
-    ranks = [dict(rank=0, seconds=dict(forward=0.1, data=0.3)), dict(rank=1, seconds=dict(forward=0.2))]
-    (tmp_path / "runs/b/profile").mkdir()
-    (tmp_path / "runs/b/profile/summary.json").write_text(json.dumps(dict(parts=["forward", "data"], ranks=ranks)))
-    (bars,) = make_panels(metrics, names=["profile"])
-    assert isinstance(bars, Bars)
-    assert (bars.names, bars.x_label) == (["b"], "ms")
-    assert bars.parts == {"forward": [pytest.approx(150)], "data": [pytest.approx(150)]}
 
 
 def test_a_mean_is_over_the_steps_around_each_and_keeps_gaps(write: Write) -> None:

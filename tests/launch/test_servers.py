@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd
-from colossus.launch.servers import describe_servers, servers_of_nodes
+from colossus.launch.servers import describe_servers, servers_of_node
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -104,7 +104,7 @@ def test_a_server_that_hangs_is_named_after_a_while(tmp_path: Path, mode: str) -
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_servers_are_spread_evenly(number: int, nnodes: int) -> None:
-    nodes = servers_of_nodes(number, nnodes)
+    nodes = [servers_of_node(node, number, nnodes) for node in range(nnodes)]
     assert [index for indices in nodes for index in indices] == list(range(number))
     sizes = [len(indices) for indices in nodes]
     assert len(sizes) == nnodes
