@@ -208,7 +208,7 @@ class Engine:
         if self._ended is not None:
             raise RuntimeError(self._ended)
         self.checkpoints.take_weights()
-        take_reference(self.run, self.checkpoints)
+        take_reference(self.run, self.checkpoints.resumer)
         self._num_runs += 1
 
     @contextmanager

@@ -83,7 +83,7 @@ def initialize(
         config = load_config(config, overrides, nproc=int(os.environ.get("WORLD_SIZE", "1")))
     engine = make_engine(config, model, loss_fn, data, optimizer)
     try:
-        take_reference(engine.run, engine.checkpoints)
+        take_reference(engine.run, engine.checkpoints.resumer)
         if engine.checkpoints.resume_from is None:
             engine.checkpoints.take_weights()
     except BaseException:

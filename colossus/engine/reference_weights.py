@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,17 +17,15 @@ from colossus.checkpoint.errors import under_key
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.weight_sources import find_weights
 from colossus.config import Config, Named
+from colossus.engine.resumer import Resumer
 from colossus.models.options import kind_of
 from colossus.registry import ADAPTER_FORMATS
 from colossus.state.model_state_dict import whole_tensors
 from colossus.state.restore import load_weights
 from colossus.state.run import Run
 
-if TYPE_CHECKING:
-    from colossus.engine.checkpoints import Checkpoints
 
-
-def take_reference(run: Run, checkpoints: Checkpoints) -> None:
+def take_reference(run: Run, resumer: Resumer) -> None:
     """Load the weights of a model's reference, if it has one, once; also in a run that resumes. Collective.
 
     They are those of ``model.reference``, or else of ``checkpoint.weights``; with neither it keeps the initial values
@@ -48,8 +46,8 @@ def take_reference(run: Run, checkpoints: Checkpoints) -> None:
         more = {name: getattr(own, name) for name in ("only", "rename", "strict", "grow")}
     if path is not None:
         with under_key(key):
-            take = partial(load_weights, run, reference=reference, on_progress=checkpoints.on_progress, **more)
-            folder = checkpoints.resumer.read(lambda damaged: find_weights(path, damaged), take, average)
+            take = partial(load_weights, run, reference=reference, on_progress=resumer.on_progress, **more)
+            folder = resumer.read(lambda damaged: find_weights(path, damaged), take, average)
         run.config = _with_folder(run.config, key, os.path.abspath(folder or path))
         reference.weights_path = path
     reference.has_weights = True

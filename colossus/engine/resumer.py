@@ -50,7 +50,7 @@ class Resumer:
     """
 
     def __init__(self, run: Run, saver: Saver, on_progress: Callable[[], None]) -> None:
-        self._run, self._saver, self._on_progress = run, saver, on_progress
+        self._run, self._saver, self.on_progress = run, saver, on_progress
         self._config = run.config.checkpoint
 
     def resume(self, wanted: str | None) -> Resumed | None:
@@ -117,7 +117,7 @@ class Resumer:
             return None
         try:
             with torch.inference_mode(False), reader:
-                restore(self._run, reader, self._on_progress)
+                restore(self._run, reader, self.on_progress)
         except CheckpointError as error:  # on all ranks, for example if another host cannot be reached any more
             problem = f"the checkpoint in memory {reader.folder.name} cannot be loaded: {error}"
             if is_all:  # no CheckpointError, which would end the run: the next attempt may succeed
@@ -159,7 +159,7 @@ class Resumer:
         manifests: list[Manifest] = []
 
         def take(reader: CheckpointReader) -> None:
-            restore(self._run, reader, self._on_progress)
+            restore(self._run, reader, self.on_progress)
             manifests.append(reader.manifest)
 
         path = self.read(find, take)
