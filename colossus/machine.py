@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,6 +24,11 @@ FEW_OPEN_FILES = 1024
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
 _REACH_SECONDS = 5.0
+#: parameters of glibc's mallopt and their values: the free memory at the top of the heap that goes back to the system,
+#: the bytes by which the heap grows, and the size from which an allocation is mapped by itself (the largest allowed)
+_MALLOC_OPTIONS = ((-1, (1 << 31) - 1), (-2, 16 << 20), (-3, 32 << 20))
+#: variables with which a user sets the same
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 #: the limits of the container that this process is in, if it is in one (cgroup v2)
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -144,6 +150,19 @@ def raise_open_files() -> None:
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of freed tensors for the next ones, which else fault in each page again.
+
+    Activations come and go in every step, and glibc by default gives much of their memory back to the system. Nothing
+    changes under another C library or allocator, or where the user's environment sets glibc's options.
+    """
+    if sys.platform == "linux" and not any(name in os.environ for name in _MALLOC_VARIABLES):
+        with contextlib.suppress(OSError, AttributeError):  # a C library without mallopt
+            mallopt = ctypes.CDLL(None).mallopt
+            for option, value in _MALLOC_OPTIONS:
+                mallopt(option, value)
 
 
 def peak_resident_bytes() -> int:

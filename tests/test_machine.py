@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +56,25 @@ def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path, monkeypa
     assert machine.memory_bytes() == (1_000_000, 450_000)
     (tmp_path / "memory.max").write_text("500000\n")  # lowered below what is in use
     assert machine.memory_bytes() == (500_000, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library is glibc")
+@pytest.mark.parametrize(("variables", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_freed_memory_is_kept_unless_the_environment_decides(variables: dict[str, str], is_kept: bool) -> None:
+    program = """
+import resource
+from colossus.machine import keep_freed_memory
+
+keep_freed_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(4 << 20) for _ in range(16)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | variables
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    pages = (16 * 4 << 20) // resource.getpagesize()
+    assert (int(run.stdout) < 0.1 * pages) is is_kept

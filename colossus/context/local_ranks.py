@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from colossus.machine import keep_freed_memory
+
 
 class RanksFailed(RuntimeError):
     """An error of some ranks; the message names the first of them with its traceback.
@@ -185,6 +187,7 @@ def _run_rank(
     code = 0
     try:
         torch.set_num_threads(1)
+        keep_freed_memory()
         os.environ.update({**variables, **os.environ})
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if world > 1:

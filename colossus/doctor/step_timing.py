@@ -1,12 +1,10 @@
-"""A real training step on one rank beside what its parts take: the factor that the tables of parts leave out."""
+"""A real training step beside what its parts take: the factor that the tables of parts leave out."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -32,29 +30,29 @@ _WARMUP = 2
 
 
 def step_factor(file: MeasuredFile, steps: int) -> float:
-    """Return the seconds of a training step of one process over those that the planner adds up from the tables.
+    """Return the seconds of a data-parallel training step over those that the planner adds up from the tables.
 
-    As many processes as have cores train at the same time, each by itself, without collectives. The factor has what no
-    table of parts shows: page faults of new activations, caches that other operators have filled, Python between
-    operators, and the noise of the machine, since it is the median of steps while the parts are their minimum.
+    There are as many replicas as cores, or as ranks were measured if these are fewer. The factor has what no table of
+    parts shows: page faults of new activations, caches that other operators have filled, Python between operators,
+    replicas that wait for the slowest, and the noise of the machine, since it is the median of steps while the parts
+    are their minimum.
 
     Args:
         file: the measured parts, of CPUs.
         steps: steps that are timed.
     """
-    config = load_config(_CONFIG, nproc=1)
+    replicas = min(file.ranks, ranks_at_once(file.cores, file.threads))
+    batch = replicas * _CONFIG["train"]["global_batch_size"]
+    overrides = [f"parallel.data={replicas}", f"train.global_batch_size={batch}"]
+    config = load_config(_CONFIG, overrides, nproc=replicas)
     predicted = Estimator(Measured(file)).estimate(config).seconds
-    return _measured_step(config, ranks_at_once(file.cores, file.threads), file.threads, steps) / predicted
+    return _measured_step(config, replicas, file.threads, steps) / predicted
 
 
-def _measured_step(config: Config, copies: int, threads: int, steps: int) -> float:
-    """Return the seconds of a step of a plan of one rank, the mean of ``copies`` that train at the same time."""
-    with ExitStack() as stack:
-        trainers = [LocalRanks(1, partial(_Trainer, config, threads), patience=60.0) for _ in range(copies)]
-        for trainer in trainers:
-            stack.callback(trainer.close)
-        with ThreadPoolExecutor(copies) as pool:
-            return statistics.mean(pool.map(lambda trainer: trainer.call("step_seconds", steps)[0], trainers))
+def _measured_step(config: Config, replicas: int, threads: int, steps: int) -> float:
+    """Return the seconds of a step of a plan, the mean over its ranks."""
+    with LocalRanks(replicas, partial(_Trainer, config, threads), patience=60.0) as ranks:
+        return statistics.mean(ranks.call("step_seconds", steps))
 
 
 class _Trainer:

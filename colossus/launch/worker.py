@@ -30,6 +30,7 @@ from colossus.launch.recordings import FOLDER, RECORDING, remove_recordings
 from colossus.launch.report import stopped_line
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, StopSignals
+from colossus.machine import keep_freed_memory
 from colossus.registry import HOOKS
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     from colossus.monitor.display import Display
     from colossus.monitor.metrics import Metrics
 
-    if is_on_cuda(config) and not ranks_may_share(config):
+    if not is_on_cuda(config):
+        keep_freed_memory()
+    elif not ranks_may_share(config):
         watch_nccl(run, config.comm.timeout_seconds)
     engine = make_engine(config, launch=lambda context: _launched(run, context, origin))
     folder = run.folder
