@@ -6,11 +6,10 @@ opened.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from colossus.checkpoint.durable import write_flushed
 from colossus.checkpoint.errors import CheckpointError
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from colossus.checkpoint.reader import CheckpointReader
 
 
-class _Folder(Protocol):
-    @property
-    def manifest(self) -> Manifest: ...
-
-
 @dataclass(frozen=True)
 class WeightFormat:
     """A format of folders with weights that are no checkpoints of ours, an entry of `WEIGHT_FORMATS`.
@@ -37,22 +31,15 @@ class WeightFormat:
     Attributes:
         title: the name of such a folder in messages.
         recognises: whether a folder has this format.
-        read: the content of a folder without the values; raises a CheckpointError that says why it cannot be read.
+        read: returns an object with the ``manifest`` of a folder, without the values; raises a CheckpointError that
+            says why it cannot be read.
         reader: ``"package.module:class"`` of the reader of the values, which imports torch.
     """
 
     title: str
     recognises: Callable[[Path], bool]
-    read: Callable[[Path], _Folder]
+    read: Callable[[Path], Any]
     reader: str
-
-    def manifest(self, path: Path) -> Manifest:
-        """Return the folder's content, or raise a CheckpointError that says why it cannot be read."""
-        return self.read(path).manifest
-
-    def open(self, path: Path) -> Any:
-        """Return a reader of the folder."""
-        return imported(self.reader)(path)
 
 
 def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None = None) -> Path:
@@ -68,7 +55,7 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
         return locate(path, damaged)
     if damaged is not None and path in damaged:
         raise damaged[path]
-    foreign.manifest(path)
+    foreign.read(path)
     return path
 
 
@@ -83,8 +70,8 @@ def open_weights(folder: Path | str, average: str | None = None) -> CheckpointRe
         CheckpointError: if it is not whole.
     """
     foreign = _format_of(Path(folder))
-    opens = importlib.import_module("colossus.checkpoint.reader").CheckpointReader if foreign is None else foreign.open
-    reader: CheckpointReader = opens(Path(folder))
+    kind = imported("colossus.checkpoint.reader:CheckpointReader" if foreign is None else foreign.reader)
+    reader: CheckpointReader = kind(Path(folder))
     reader.manifest = with_average(reader.manifest, average, folder)
     return reader
 
@@ -92,7 +79,7 @@ def open_weights(folder: Path | str, average: str | None = None) -> CheckpointRe
 def manifest_of(folder: Path, average: str | None = None) -> Manifest:
     """Return the manifest of a folder that `find_weights` returned, see `open_weights`."""
     foreign = _format_of(folder)
-    manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
+    manifest: Manifest = read_manifest(folder) if foreign is None else foreign.read(folder).manifest
     return with_average(manifest, average, folder)
 
 

@@ -9,6 +9,7 @@ import sys
 
 from colossus.cli.parser import OVERRIDES, Parser, load, positive_integer
 from colossus.config import ConfigError
+from colossus.config.errors import as_config_errors
 
 ACTIONS = ("prepare", "show")
 
@@ -42,14 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data is None:
         raise ConfigError("data: the config has none", config.source)
     shown = importlib.import_module("colossus.cli.show_data")  # imports torch, which is slow
-    try:
+    with as_config_errors("data", config.source):
         if arguments.action == "prepare":
             print("\n".join(shown.prepare(config, arguments.processes or os.cpu_count() or 1)))
             return 0
         for line in shown.render_data(config, arguments.first, arguments.rows, in_colour=sys.stdout.isatty()):
             print(line)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"data: {error}", config.source) from error
     return 0

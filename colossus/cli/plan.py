@@ -15,9 +15,9 @@ from colossus.arithmetic import counted, parse_bytes
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, path_argument, positive_integer, size_argument
 from colossus.cli.plan_explain import render_plan
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
-from colossus.cli.plan_json import as_json
-from colossus.cli.plan_table import Question, nothing_fits, render_table
+from colossus.cli.plan_table import Question, as_json, nothing_fits, render_table
 from colossus.config import Config, ConfigError, resolve, state_config
+from colossus.config.errors import as_config_errors
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import resolve_sizes, world_size
 from colossus.config.schema import Parallel
@@ -213,7 +213,7 @@ def _without_unfit_plan(config: Config) -> Config:
 def _search(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
     """Search the plans and return them with an exit code: 0, or that of Ctrl-C if it ended the search."""
     search = importlib.import_module("colossus.planner.search").search  # imports torch, which is slow
-    try:
+    with as_config_errors(source=question.config.source):
         result: SearchResult = search(
             question.config,
             question.hardware,
@@ -224,10 +224,6 @@ def _search(question: Question, arguments: argparse.Namespace) -> tuple[SearchRe
             keep=question.keep,
             usual=True,
         )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error), question.config.source) from error
     if not result.stopped:
         return result, 0
     if not result.plans:

@@ -1,15 +1,15 @@
-"""The table of ``colossus plan``: the question, the best plans, and the cost of the best one. No torch."""
+"""The output of ``colossus plan``, as a table and as JSON: the question, the best plans, their costs. No torch."""
 
 from __future__ import annotations
 
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from colossus.arithmetic import aligned, byte_count, counted
-from colossus.cli.memory_table import kind_table
+from colossus.cli.memory_table import kind_table, memory_as_json
 from colossus.compare.printed_rows import seconds_text
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, name_of
@@ -202,3 +202,57 @@ def _ways_out(question: Question, nearest: PlanEstimate) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+# -- --json ------------------------------------------------------------------------------------------------------
+
+
+def as_json(question: Question, result: SearchResult, explained: int | None = None) -> dict[str, Any]:
+    """Return the question and every plan as an object for JSON.
+
+    Args:
+        question: the question.
+        result: the plans.
+        explained: index of the plan that comes with its timeline.
+    """
+    hardware = question.hardware
+    plans = [_plan_as_json(plan) for plan in result.plans]
+    if explained is not None:
+        plans[explained]["timeline"] = [
+            [{**asdict(span.action), "start": span.start, "end": span.end} for span in own]
+            for own in result.plans[explained].spans
+        ]
+    return {
+        "file": question.file,
+        "overrides": question.overrides,
+        "keep": question.keep,
+        "devices": question.devices,
+        "hosts": question.hosts,
+        "memory": question.memory,
+        "hardware": {
+            "name": hardware.name,
+            "is_measured": hardware.is_measured,
+            "network": None if hardware.network is None else asdict(hardware.network),
+        },
+        "tried": result.tried,
+        "search_seconds": result.seconds,
+        "plans": plans,
+        "usual": {name: _plan_as_json(plan) for name, plan in result.usual.items()},
+    }
+
+
+def _plan_as_json(plan: PlanEstimate) -> dict[str, Any]:
+    return {
+        "plan": plan_words(plan.config),
+        "overrides": plan.overrides,
+        "step_seconds": plan.seconds,
+        "tokens_per_step": plan.tokens,
+        "tokens_per_second": plan.tokens_per_second,
+        "flops": plan.flops,
+        "mfu": plan.mfu,
+        "bubble": plan.bubble,
+        "exposed": exposed_share(plan),
+        "parts": dict(plan.parts),
+        "axes": {axis: asdict(cost) for axis, cost in plan.axes.items()},
+        "memory": memory_as_json(plan.memory),
+    }

@@ -10,6 +10,7 @@ import shutil
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load, path_argument, size_argument
 from colossus.config import Config, ConfigError
+from colossus.config.errors import as_config_errors
 from colossus.config.plan_head import as_lines, plan_head
 from colossus.config.plans import name_of
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
@@ -130,7 +131,7 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
         ConfigError: the schedule is wrong (its first bad action is named), or the picture cannot be drawn.
     """
     stages, schedule = config.parallel.pipeline.size, config.schedule
-    try:
+    with as_config_errors("schedule", config.source):
         actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
         num_stages = len(placement(actions))
         share = stages / num_stages
@@ -138,8 +139,6 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
         name = name_of(schedule.type)
         count = f"{num_stages} stages on {counted(stages, 'rank')}" if num_stages > 1 else "1 stage"
         title = f"{name}, {count}, {counted(schedule.microbatches, 'microbatch', 'es')}"
-    except ValueError as error:
-        raise ConfigError(f"schedule: {error}", config.source) from error
     if picture:
         try:
             save(simulation, picture, title)

@@ -10,6 +10,7 @@ from torch import nn
 
 from colossus.arithmetic import aligned, byte_count
 from colossus.config import Config, ConfigError
+from colossus.config.errors import as_config_errors
 from colossus.config.plan_head import as_lines, plan_head
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
@@ -39,13 +40,9 @@ def render_layers(config: Config) -> str:
     if config.model is None:
         raise ConfigError("model: the config has none, so there are no layers to show", config.source)
     spec = config.model.spec()
-    try:
+    with as_config_errors(source=config.source):
         context = ParallelContext.from_config(config, connect=False)
         model = build(lambda: MODELS.build(spec), context, materialize=False)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
     conversion = conversion_of(model) or Conversion({})
     rows, reasons, saved = [], [], 0.0
     for name, module in model.named_modules():

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.comm.accounting import sent
 from colossus.config import Config, ConfigError
+from colossus.config.errors import as_config_errors
 from colossus.config.plan_head import as_lines, plan_head
 from colossus.config.plans import name_of, strategy_options
 from colossus.construct.build_model import build
@@ -68,12 +69,8 @@ def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, 
                 size = local_shape(param).numel() * context.precision.params.itemsize
                 dense.append((size, context.size(gradient_sum_axes(param, context))))
 
-    try:
+    with as_config_errors(source=config.source):
         context = ParallelContext.from_config(config, connect=False)
         build(lambda: MODELS.build(spec), context, materialize=False, prepare=collect)
         strategy.check_tables(surveyed)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
     return surveyed, dense

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -54,6 +55,22 @@ class ConfigError(ValueError):
             return where + self.problems[0]
         listed = "\n".join("  " + problem.replace("\n", "\n  ") for problem in self.problems)
         return f"{where}{len(self.problems)} problems\n{listed}"
+
+
+@contextmanager
+def as_config_errors(key: str = "", source: str | None = None) -> Iterator[None]:
+    """Let other ValueErrors in the block be ConfigErrors.
+
+    Args:
+        key: the key, or the option, that they are about.
+        source: name of the config file.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}" if key else str(error), source) from error
 
 
 def explain(

@@ -253,38 +253,22 @@ class Train(Section):
         return BatchSizes(self.global_batch_size, self.batch_ramp)
 
     @model_validator(mode="after")
-    def _ramp_ends_at_the_batch(self) -> Train:
+    def _fits_together(self) -> Train:
         if self.batch_ramp is not None:
             self.batch_ramp.require_end(self.global_batch_size)
-        return self
-
-    @model_validator(mode="after")
-    def _budget_chooses_samples(self) -> Train:
         keys = [key for key in ("batch_dims", "samples_interact") if getattr(self, key)]
         if self.tokens_per_microbatch is not None and keys:
             raise ValueError(
                 f"tokens_per_microbatch = {self.tokens_per_microbatch} chooses the samples of a microbatch by their "
                 f"lengths, and pads dim 1: leave out {' and '.join(keys)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _compares_replicas(self) -> Train:
         if self.on_mismatch != "raise" and not self.check_replicas_every:
             raise ValueError(f"on_mismatch = {self.on_mismatch!r}, but nothing is compared: set check_replicas_every")
-        return self
-
-    @model_validator(mode="after")
-    def _profiles_own_steps(self) -> Train:
         if self.profile is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             raise ValueError(
                 f"profile.steps = ({first}, {last}), but the run ends with step {self.steps} (train.steps)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_is_scaled(self) -> Train:
         if self.loss_scale is not None and self.precision.compute != "fp16":
             name = self.precision.name
             raise ValueError(f"loss_scale is for fp16, whose gradients would vanish, but precision is {name}")

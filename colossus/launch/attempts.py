@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from colossus.config import ConfigError
 from colossus.launch import attempt_log, run_folder
-from colossus.launch.decide import FAILED, PastAttempt, Restart, Stop
+from colossus.launch.decide import FAILED, Restart, Stop
 from colossus.launch.ends import AttemptEnd
 from colossus.launch.recordings import remove_recordings
 from colossus.launch.report import cause_of
@@ -30,13 +30,13 @@ class Attempts:
     Attributes:
         launch: an identifier of this launch, the same on all nodes, which its rows have.
         folder: the run folder; None before this node has it.
-        history: the attempts that have ended.
+        history: the decisions about the attempts that have ended.
     """
 
     def __init__(self, begin: Callable[[], RunStart]) -> None:
         self.launch = uuid4().hex[:12]
         self.folder: Path | None = None
-        self.history: list[PastAttempt] = []
+        self.history: list[Restart] = []
         self._begin = begin
         self._resume: str | None = None
         self._locks: Sequence[TextIO] = ()
@@ -71,12 +71,12 @@ class Attempts:
 
     def shared(self) -> Any:
         """Return what other nodes must know, as `receive` takes it."""
-        return self.history, self._resume, self.launch
+        return [asdict(restart) for restart in self.history], self._resume, self.launch
 
     def receive(self, folder: Path, shared: Any) -> None:
         """Take over the folder and the history of the first node."""
         self.folder, (history, self._resume, self.launch) = folder, shared
-        self.history = [PastAttempt(ended, counts, error and tuple(error)) for ended, counts, error in history]
+        self.history = [Restart(**{**past, "error": past["error"] and tuple(past["error"])}) for past in history]
 
     def record(self, end: AttemptEnd, decision: Restart | Stop) -> Restart | Stop:
         """Record the end of an attempt; return the decision, or a stop where an order to go back cannot be written.
@@ -86,14 +86,14 @@ class Attempts:
         """
         if end.folder is None:
             return decision
-        now, ranks = time.time(), [rank.facts() for rank in end.failed]
-        facts = {"launch": self.launch, "ended": now, "cause": cause_of(end, decision), "ranks": ranks}
+        ranks = [rank.facts() for rank in end.failed]
+        facts = {"launch": self.launch, "ended": time.time(), "cause": cause_of(end, decision), "ranks": ranks}
         self._last_row = {**facts, **asdict(decision)}
         is_written = end.node not in (None, 0) or attempt_log.append(end.folder, self.number, **self._last_row)
         if isinstance(decision, Restart):
             if decision.rollback is not None and not is_written:
                 return Stop(FAILED, _no_order(end.folder))
-            self.history.append(PastAttempt(now, decision.count > 0, decision.error))
+            self.history.append(decision)
         return decision
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from colossus.arithmetic import byte_count, counted, either, nearest_multiples, parse_bytes
 from colossus.config import Config, ConfigError, resolve
+from colossus.config.errors import as_config_errors
 from colossus.config.plan_space import microbatch_counts, resized_plans, with_groups_of
 from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, world_size
 from colossus.hardware.hardware import Hardware
@@ -70,15 +71,11 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> Planned:
     if nproc is None:
         raise ConfigError("parallel.auto: the number of processes is not known: give --nproc")
     opened, keep = left_open(config)
-    try:
+    with as_config_errors("parallel.auto"):
         hardware, hosts = _hardware_of(config, nproc, hosts)
         memory = hardware.memory_bytes if auto.memory is None else parse_bytes(auto.memory)
         search = importlib.import_module("colossus.planner.search").search  # here, since it imports torch
         result: SearchResult = search(opened, hardware, devices=nproc, hosts=hosts, memory=memory, top=1, keep=keep)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"parallel.auto: {error}") from error
     if result.stopped:
         raise KeyboardInterrupt
     if not result.plans:
@@ -132,13 +129,9 @@ def _with_stated_split(config: Config, hosts: int | None) -> Config:
     """Return a config with the numbers of blocks of stages that take equal time."""
     check_required(config)
     estimate = importlib.import_module("colossus.planner.estimate")
-    try:
+    with as_config_errors("parallel.pipeline.split = 'time'", config.source):
         hardware, hosts = _hardware_of(config, world_size(config.parallel), hosts)
         stated: Config = estimate.Estimator(hardware, hosts=hosts).with_stated_split(config)[0]
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"parallel.pipeline.split = 'time': {error}", config.source) from error
     return stated
 
 

@@ -15,6 +15,7 @@ from colossus.checkpoint.matching import match_weights
 from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.components import options_of
+from colossus.config.errors import as_config_errors
 from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
@@ -70,10 +71,8 @@ def check_model(config: Config) -> ModelInfo | None:
         ConfigError: a layer, the partition into stages, the schedule or the optimizer refuses its options.
     """
     schedule = config.schedule
-    try:
+    with as_config_errors("schedule", config.source):
         make_schedule(schedule.type, config.parallel.pipeline.size, schedule.microbatches, **schedule.options)
-    except ValueError as error:
-        raise ConfigError([f"schedule: {error}"], config.source) from error
     # torch is imported here, after the checks that do not need it, since that takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
@@ -103,13 +102,11 @@ def check_model(config: Config) -> ModelInfo | None:
             if (groups := make_groups(config.optimizer, model)) is not None:  # type: ignore[arg-type]
                 rules.extend(groups.description)
             tables = survey(model, context)  # type: ignore[arg-type]
-            try:
+            with as_config_errors():
                 require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_custom=False)
                 strategy.check_tables(tables)
                 if config.train.on_spike is not None:
                     require_one_loss(strategy)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
             pipeline.split(model)  # type: ignore[arg-type]
             strategy.prepare(model, context)
 

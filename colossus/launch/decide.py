@@ -10,7 +10,7 @@ closes the rendezvous, and the others end, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from colossus.checkpoint.errors import CheckpointError
@@ -41,20 +41,6 @@ class RollbackOrder(NamedTuple):
     rollback_time: float
 
 
-class PastAttempt(NamedTuple):
-    """An earlier attempt of the same launch.
-
-    Attributes:
-        ended: the time of its end, in seconds since the epoch.
-        counts: whether it ended by a failure, which `launch.restarts.max` counts.
-        error: the `RankEnd.error` of its culprit, if it raised one.
-    """
-
-    ended: float
-    counts: bool = True
-    error: tuple[str, str, int | None] | None = None
-
-
 @dataclass(frozen=True)
 class Restart:
     """Another attempt follows.
@@ -63,13 +49,15 @@ class Restart:
         rollback: the steps and batches that it leaves out; None: it resumes from the newest checkpoint.
         nodes: the numbers of the nodes that go on; others may join.
         count: the number of restarts that count so far, this one included; 0 where nodes join or leave.
-        error: the error of the culprit, if it raised one.
+        error: the `RankEnd.error` of the culprit, if it raised one.
+        ended: the time of the decision, in seconds since the epoch.
     """
 
     rollback: RollbackOrder | None = None
     nodes: tuple[int, ...] = (0,)
     count: int = 0
     error: tuple[str, str, int | None] | None = None
+    ended: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,27 +73,25 @@ class Stop:
     reason: str = ""
 
 
-def decide(
-    end: AttemptEnd, history: Sequence[PastAttempt], limits: RestartsSection | None, now: float
-) -> Restart | Stop:
+def decide(end: AttemptEnd, history: Sequence[Restart], limits: RestartsSection | None, now: float) -> Restart | Stop:
     """Decide what follows the end of an attempt.
 
     Args:
         end: the end.
-        history: the attempts before it.
+        history: the decisions before it.
         limits: the config's ``launch.restarts``.
         now: seconds since the epoch.
     """
     nodes = tuple(sorted({end.node or 0, *(node for node, other in end.others.items() if not other.leaves)}))
     if _regroups(end):
-        return Restart(nodes=nodes)
+        return Restart(nodes=nodes, ended=now)
     code = _exit_code(end)
     if code != FAILED or limits is None or not limits.max or end.folder is None:
         return Stop(code)
     if _is_stopped(end):
         return Stop(code)
     culprit = next(iter(end.failed), None)
-    recent = [past for past in history if past.counts and (limits.within is None or now - past.ended < limits.within)]
+    recent = [past for past in history if past.count and (limits.within is None or now - past.ended < limits.within)]
     reason = _reason_against(culprit, history) if culprit is not None and culprit.cause == "error" else ""
     if not reason and len(recent) >= limits.max:
         reason = f"{len(recent)} of launch.restarts.max = {limits.max} are used"
@@ -117,7 +103,7 @@ def decide(
         rollback = RollbackOrder(until, skip_batches, now)
     if culprit is not None and culprit.cause == "error":
         error = culprit.error
-    return Restart(rollback, nodes, len(recent) + 1, error)
+    return Restart(rollback, nodes, len(recent) + 1, error, now)
 
 
 def _regroups(end: AttemptEnd) -> bool:
@@ -170,7 +156,7 @@ def lost_by_stop(end: AttemptEnd) -> list[RankEnd] | None:
     return None
 
 
-def _reason_against(culprit: RankEnd, history: Sequence[PastAttempt]) -> str:
+def _reason_against(culprit: RankEnd, history: Sequence[Restart]) -> str:
     """Return why another attempt would end like this one, or an empty text where nothing suggests it."""
     if culprit.type in _NEED_ROLLBACK and culprit.rollback is None:
         return _NEED_ROLLBACK[culprit.type]

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch.distributed.elastic.rendezvous import (
@@ -39,20 +39,6 @@ _FAREWELL_SECONDS = 10.0
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class Round(NamedTuple):
-    """One round of the rendezvous.
-
-    Attributes:
-        store: a store of the round's own.
-        node_rank: this node's number in it, from 0.
-        num_nodes: the number of nodes.
-    """
-
-    store: Any
-    node_rank: int
-    num_nodes: int
-
-
 class Rendezvous:
     """The rendezvous of one launcher, which connects at the first `join`.
 
@@ -75,11 +61,14 @@ class Rendezvous:
         self.peers: tuple[int, tuple[int, ...]] | None = None
         self._store: Any = None
 
-    def join(self) -> Round:
+    def join(self) -> tuple[Any, int, int]:
         """Leave the previous round, and wait until the next is complete.
 
         A round is complete when the largest number of nodes is there, or the smallest number and no other node has come
         for ``rejoin_seconds``.
+
+        Returns:
+            A store of the round's own, this node's number in it, from 0, and the number of nodes.
 
         Raises:
             RuntimeError: the nodes do not come together in time, or the run is over.
@@ -110,7 +99,7 @@ class Rendezvous:
             if before is not None:
                 os.environ[_NO_SHARED_STORE] = before
         self._has_joined, self._store, self.peers = True, info.store, None
-        return Round(info.store, info.rank, info.world_size)
+        return info.store, info.rank, info.world_size
 
     def num_newcomers(self) -> int:
         """Return the number of nodes that have come after this round was complete."""

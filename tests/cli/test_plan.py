@@ -19,8 +19,7 @@ from colossus.arithmetic import parse_bytes
 from colossus.cli import plan as command
 from colossus.cli.main import main
 from colossus.cli.plan_hardware import network_argument
-from colossus.cli.plan_json import as_json
-from colossus.cli.plan_table import Question, plan_words
+from colossus.cli.plan_table import Question, as_json, plan_words
 from colossus.config import load_config
 from colossus.context.local_ranks import RanksFailed
 from colossus.doctor import measure

@@ -12,7 +12,7 @@ import pytest
 from colossus.config import load_config
 from colossus.config.launch_section import RestartsSection
 from colossus.context.grid import build_grid
-from colossus.launch.decide import PastAttempt, Restart, RollbackOrder, Stop, decide
+from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
 from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.report import report
 
@@ -34,8 +34,8 @@ def raised(type_: str = "ValueError", message: str = "boom", step: int | None = 
     return RankEnd(0, 1, kind="error", type=type_, message=message, step=step, **more)
 
 
-def past(error: RankEnd | None = None, ended: float = NOW - 10.0, counts: bool = True) -> PastAttempt:
-    return PastAttempt(ended, counts, error and error.error)
+def past(error: RankEnd | None = None, ended: float = NOW - 10.0, counts: bool = True) -> Restart:
+    return Restart(count=int(counts), error=error and error.error, ended=ended)
 
 
 def of(*ranks: RankEnd, **more: Any) -> AttemptEnd:
@@ -166,7 +166,7 @@ def test_what_follows(end: AttemptEnd, decision: Restart | Stop, capsys: pytest.
     ],
 )
 def test_what_follows_after_others(
-    end: RankEnd, history: list[PastAttempt], limits: dict[str, Any], decision: int | Stop
+    end: RankEnd, history: list[Restart], limits: dict[str, Any], decision: int | Stop
 ) -> None:
     decided = decide(of(end), history, RestartsSection(**limits), NOW)
     if isinstance(decision, Stop):
