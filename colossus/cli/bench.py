@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import Parser, call, path_argument, positive_integer
+from colossus.cli.parser import Parser, call
 
 _EPILOG = """\
 examples:
@@ -34,27 +34,16 @@ def make_parser() -> Parser:
         "bytes sent along each axis, memory of the fullest rank.",
         _EPILOG,
     )
-    parser.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python)")
+    parser.add_path("file", "FILE", "config file (Python)")
     parser.add_argument("plans", metavar="PLAN", nargs="*", help='"section.key=value ..", or "axis=size .."')
     parser.add_argument(
         "--overrides", metavar="section.key=value", nargs="+", default=[], help="overrides for all plans"
     )
-    for name, default, meaning in (
-        ("warmup", 3, "steps before the first block"),
-        ("steps", 5, "steps of a block"),
-        ("blocks", 6, "blocks of each plan"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive_integer, metavar="N", default=default, help=f"{meaning} (default: {default})"
-        )
-    parser.add_argument(
-        "--json",
-        type=path_argument,
-        metavar="FILE",
-        nargs="?",
-        const="-",
-        help="write the times of all blocks as JSON; without FILE, print them instead of the table",
-    )
+    parser.add_count("--warmup", "steps before the first block", 3)
+    parser.add_count("--steps", "steps of a block", 5)
+    parser.add_count("--blocks", "blocks of each plan", 6)
+    help_text = "write the times of all blocks as JSON; without FILE, print them instead of the table"
+    parser.add_path("--json", "FILE", help_text, nargs="?", const="-")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print what would be timed, start nothing"
     )

@@ -19,7 +19,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoint_steps, locate, require_files
 from colossus.checkpoint.weight_sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
-from colossus.cli.parser import CHECKPOINT, Parser, number_argument, path_argument, path_of
+from colossus.cli.parser import CHECKPOINT, Parser, number_argument, path_of
 
 if TYPE_CHECKING:
     from colossus.checkpoint.diff import Difference, TensorDifference
@@ -49,7 +49,7 @@ def make_parser() -> Parser:
         "that layers of a list have alike share one row. Only manifest.json is read, which has the same as JSON.",
         epilog="exit codes: 0 printed, 1 damaged, 2 no checkpoint or wrong usage\n",
     )
-    inspect.add_argument("dir", type=path_argument, metavar="DIR", help=CHECKPOINT)
+    inspect.add_path("dir", "DIR", CHECKPOINT)
     inspect.add_argument("--all", action="store_true", help="print a row for every tensor, optimizer state included")
     inspect.set_defaults(run=_inspect)
     verify = commands.add_parser(
@@ -60,7 +60,7 @@ def make_parser() -> Parser:
         "one that a run would resume from is verified.",
         epilog="exit codes: 0 whole, 1 damaged (the file is named), 2 no checkpoint or wrong usage, 130 Ctrl-C\n",
     )
-    verify.add_argument("dir", type=path_argument, metavar="DIR", help=CHECKPOINT)
+    verify.add_path("dir", "DIR", CHECKPOINT)
     verify.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, by step")
     verify.set_defaults(run=_verify)
     diff = commands.add_parser(
@@ -75,30 +75,15 @@ def make_parser() -> Parser:
         "examples:\n  colossus checkpoint diff runs/a runs/b\n"
         "  colossus checkpoint diff runs/plain runs/tensor4 --only 'model/*' --only 'optimizer/*' --tolerance 1e-5\n",
     )
-    diff.add_argument("a", type=path_argument, metavar="A", help=CHECKPOINT)
-    diff.add_argument("b", type=path_argument, metavar="B", help="another one")
+    diff.add_path("a", "A", CHECKPOINT)
+    diff.add_path("b", "B", "another one")
     tolerance = number_argument("a number, 0 or more", lambda value: value >= 0.0)
-    diff.add_argument(
-        "--tolerance",
-        type=tolerance,
-        default=0.0,
-        metavar="T",
-        help="allowed difference, relative to the largest element of a tensor (default: 0, the same bits)",
-    )
-    diff.add_argument(
-        "--absolute",
-        type=tolerance,
-        default=0.0,
-        metavar="T",
-        help="absolute difference that is allowed in any case, for tensors of mere rounding errors (default: 0)",
-    )
-    diff.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="compare only the keys that match: model/NAME, optimizer/NAME/ENTRY, step, ..; may be repeated",
-    )
+    help_text = "allowed difference, relative to the largest element of a tensor (default: 0, the same bits)"
+    diff.add_argument("--tolerance", type=tolerance, default=0.0, metavar="T", help=help_text)
+    help_text = "absolute difference that is allowed in any case, for tensors of mere rounding errors (default: 0)"
+    diff.add_argument("--absolute", type=tolerance, default=0.0, metavar="T", help=help_text)
+    help_text = "compare only the keys that match: model/NAME, optimizer/NAME/ENTRY, step, ..; may be repeated"
+    diff.add_argument("--only", action="append", default=[], metavar="PATTERN", help=help_text)
     diff.add_argument("--all", action="store_true", help=f"print every difference, not the largest {_MOST_PRINTED}")
     diff.set_defaults(run=_diff)
     convert.add_parser(commands)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import OVERRIDES, Parser, call, path_argument, positive_integer
+from colossus.cli.parser import OVERRIDES, Parser, call
 
 _EPILOG = (
     OVERRIDES
@@ -44,18 +44,10 @@ def make_parser() -> Parser:
         "--strategies", metavar="TEXT", nargs="+", default=[], help='a run for each "NAME option=value .."'
     )
     parser.add_argument("--plans", metavar="TEXT", nargs="+", default=[], help='a run for each "axis=size .."')
-    parser.add_argument(
-        "--seeds",
-        dest="num_seeds",
-        type=positive_integer,
-        default=1,
-        metavar="N",
-        help="repeat each run with N seeds: train.seed, train.seed + 1, .. (default: 1)",
-    )
+    help_text = "repeat each run with N seeds: train.seed, train.seed + 1, .."
+    parser.add_count("--seeds", help_text, 1, dest="num_seeds")
     parser.add_nproc("processes (default: the product of the plan's sizes)")
-    parser.add_argument(
-        "--out", type=path_argument, metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)"
-    )
+    parser.add_path("--out", "DIR", "folder of the runs (default: runs/compare-<name>-<time>)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     return parser
 

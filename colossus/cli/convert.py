@@ -20,7 +20,7 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import find_weights, open_weights
-from colossus.cli.parser import CHECKPOINT, path_argument, path_of
+from colossus.cli.parser import CHECKPOINT, path_of
 from colossus.registry import WEIGHT_WRITERS
 
 #: torch's names of the values of ``--dtype``
@@ -47,25 +47,15 @@ def add_parser(commands: Any) -> None:
         "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
-    parser.add_argument(
-        "src",
-        type=path_argument,
-        metavar="SRC",
-        help=f"{CHECKPOINT}, or a folder of Hugging Face, of torch's DCP or of DeepSpeed",
-    )
-    parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not exist")
+    parser.add_path("src", "SRC", f"{CHECKPOINT}, or a folder of Hugging Face, of torch's DCP or of DeepSpeed")
+    parser.add_path("dst", "DST", "the folder to write, which must not exist")
     parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form to write")
     parser.add_average()
     parser.add_argument(
         "--dtype", choices=list(DTYPES), help="dtype of the written weights (default: as they are stored)"
     )
-    parser.add_argument(
-        "--max-shard-size",
-        type=_num_bytes,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="largest size of a file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
-    )
+    help_text = "largest size of a file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger"
+    parser.add_argument("--max-shard-size", type=_num_bytes, default=5 * 10**9, metavar="SIZE", help=help_text)
     parser.set_defaults(run=_convert)
 
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-from colossus.cli.parser import OVERRIDES, Parser, load, positive_integer
+from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import ConfigError
 from colossus.config.errors import as_config_errors
 
@@ -29,10 +29,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("action", choices=ACTIONS, metavar="prepare|show", help="what to do")
     parser.add_file()
-    parser.add_argument(
-        "--processes", type=positive_integer, metavar="N", help="prepare: processes that encode (default: all cores)"
-    )
-    parser.add_argument("--rows", type=positive_integer, default=1, metavar="N", help="show: rows (default 1)")
+    parser.add_count("--processes", "prepare: processes that encode (default: all cores)")
+    parser.add_count("--rows", "show: rows", 1)
     parser.add_argument("--from", type=int, default=0, dest="first", metavar="K", help="show: the first (default 0)")
     parser.set_defaults(nproc=None)
     return parser

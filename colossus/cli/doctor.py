@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, Parser, call, path_argument
+from colossus.cli.parser import EXIT_CODES, Parser, call
 
 
 def make_parser() -> Parser:
@@ -15,15 +15,9 @@ def make_parser() -> Parser:
         EXIT_CODES,
     )
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
-    parser.add_argument(
-        "--measure",
-        type=path_argument,
-        metavar="OUT.json",
-        nargs="?",
-        const="",
-        help="instead, time matmuls, attention, memory and collectives with all ranks at once, in less than a minute; "
-        "print tables, and write them to OUT.json",
-    )
+    what = "time matmuls, attention, memory and collectives with all ranks at once, in less than a minute"
+    help_text = f"instead, {what}; print tables, and write them to OUT.json"
+    parser.add_path("--measure", "OUT.json", help_text, nargs="?", const="")
     return parser
 
 

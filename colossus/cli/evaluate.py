@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import CHECKPOINT, Parser, call, path_argument, path_of
+from colossus.cli.parser import CHECKPOINT, Parser, call, path_of
 
 _EPILOG = """\
 examples:
@@ -35,29 +35,18 @@ def make_parser() -> Parser:
         "and the model's own metrics (accuracy). Everything is checked before a process starts.",
         _EPILOG,
     )
-    parser.add_argument(
-        "checkpoint", type=path_argument, metavar="CHECKPOINT", help=f"{CHECKPOINT}, or a folder of Hugging Face"
-    )
+    parser.add_path("checkpoint", "CHECKPOINT", f"{CHECKPOINT}, or a folder of Hugging Face")
     parser.add_overrides("overrides of the data, the plan, the precision, ...")
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="part of the data (default: validation)"
     )
     parser.add_average()
-    parser.add_argument(
-        "--config",
-        type=path_argument,
-        metavar="FILE",
-        dest="config_file",
-        help="a config file instead of the config in the checkpoint",
-    )
+    parser.add_path("--config", "FILE", "a config file instead of the config in the checkpoint", dest="config_file")
     parser.add_nproc(
         "processes (default: those of the plan); 1 runs without a plan, another number changes parallel.data"
     )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help="tasks of EleutherAI's lm-eval harness (pip install lm_eval) in place of data: arc_easy,hellaswag",
-    )
+    help_text = "tasks of EleutherAI's lm-eval harness (pip install lm_eval) in place of data: arc_easy,hellaswag"
+    parser.add_argument("--tasks", metavar="NAMES", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task (default: all)")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     parser.add_argument("--tokenizer", metavar="PATH", help="of --tasks, in place of the checkpoint's; or bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import CHECKPOINT, Parser, call, path_argument, path_of, positive_integer
+from colossus.cli.parser import CHECKPOINT, Parser, call, path_of, positive_integer
 
 _EPILOG = """\
 examples:
@@ -33,63 +33,31 @@ def make_parser() -> Parser:
         "Hugging Face. The text goes to standard output token by token; speed and plan go to standard error.",
         _EPILOG,
     )
-    parser.add_argument(
-        "checkpoint", type=path_argument, metavar="CHECKPOINT", help=f"{CHECKPOINT}, or a folder of Hugging Face"
-    )
+    parser.add_path("checkpoint", "CHECKPOINT", f"{CHECKPOINT}, or a folder of Hugging Face")
     parser.add_overrides("overrides of the plan, the precision, the device")
     prompts = parser.add_argument_group("prompts")
-    prompts.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        dest="prompts",
-        action="append",
-        default=[],
-        help="a text to continue; may be repeated; - is standard input",
-    )
-    prompts.add_argument(
-        "--tokens",
-        metavar="1,2,3",
-        action="append",
-        default=[],
-        type=_ids,
-        help="a prompt as token ids; may be repeated",
-    )
-    prompts.add_argument(
-        "--tokenizer",
-        metavar="bytes|PATH",
-        help="bytes for UTF-8, or a tokenizer.json (default: the tokenizer that the checkpoint records)",
-    )
+    help_text = "a text to continue; may be repeated; - is standard input"
+    prompts.add_argument("--prompt", metavar="TEXT", dest="prompts", action="append", default=[], help=help_text)
+    help_text = "a prompt as token ids; may be repeated"
+    prompts.add_argument("--tokens", metavar="1,2,3", action="append", default=[], type=_ids, help=help_text)
+    help_text = "bytes for UTF-8, or a tokenizer.json (default: the tokenizer that the checkpoint records)"
+    prompts.add_argument("--tokenizer", metavar="bytes|PATH", help=help_text)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-tokens", type=positive_integer, default=256, metavar="N", help="tokens to generate (default: 256)"
     )
     sampling.add_argument("--greedy", action="store_true", help="always take the most probable token")
-    sampling.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="below 1, probable tokens become more probable (default: 1)",
-    )
+    help_text = "below 1, probable tokens become more probable (default: 1)"
+    sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help=help_text)
     sampling.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K most probable tokens (default: all)"
     )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most probable tokens whose probabilities sum to P (default: 1, all)",
-    )
+    help_text = "sample from the most probable tokens whose probabilities sum to P (default: 1, all)"
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help=help_text)
     sampling.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default: 0)")
     parser.add_average()
-    parser.add_argument(
-        "--config",
-        type=path_argument,
-        metavar="FILE",
-        dest="config_file",
-        help="a config file with the model, if that is a class of yours",
-    )
+    help_text = "a config file with the model, if that is a class of yours"
+    parser.add_path("--config", "FILE", help_text, dest="config_file")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     return parser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument, path_argument
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument
 
 
 def make_parser() -> Parser:
@@ -23,12 +23,7 @@ def make_parser() -> Parser:
     )
     parser.add_file()
     parser.add_nproc("processes on each node (default: the product of the plan's sizes, divided by the nodes)")
-    parser.add_argument(
-        "--run-dir",
-        type=path_argument,
-        metavar="DIR",
-        help="folder of metrics and config (default: runs/<name>-<time>, UTC)",
-    )
+    parser.add_path("--run-dir", "DIR", "folder of metrics and config (default: runs/<name>-<time>, UTC)")
     parser.add_argument(
         "--nnodes",
         type=_node_range,

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from colossus.arithmetic import counted
-from colossus.cli.parser import Parser, path_argument
+from colossus.cli.parser import Parser
 from colossus.config import ConfigError, load_config
 from colossus.config.loading import CONFIGS
 from colossus.config.plans import world_size
@@ -39,7 +39,7 @@ def make_parser() -> Parser:
         "  colossus new mine && cd mine && colossus launch config.py        # a model of your own, on one process\n"
         "  colossus new gpt --from gpt_stdlib && colossus launch gpt/config.py train.steps=50\n",
     )
-    parser.add_argument("folder", type=path_argument, metavar="DIR", help="folder of the two files, made where needed")
+    parser.add_path("folder", "DIR", "folder of the two files, made where needed")
     parser.add_argument(
         "--from",
         dest="start",

@@ -59,11 +59,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}\n  see {self.prog} --help\n")
 
     def add_file(self) -> None:
-        self.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python)")
+        self.add_path("file", "FILE", "config file (Python)")
         self.add_overrides("override of a key of the file")
 
     def add_overrides(self, help_text: str) -> None:
         self.add_argument("overrides", metavar="section.key=value", nargs="*", help=help_text)
+
+    def add_count(self, name: str, help_text: str, default: int | None = None, **options: Any) -> None:
+        """Add an option that is a whole number of at least 1; its help tells the default."""
+        help_text = help_text if default is None else f"{help_text} (default: {default})"
+        self.add_argument(name, type=positive_integer, metavar="N", default=default, help=help_text, **options)
+
+    def add_path(self, name: str, metavar: str, help_text: str, **options: Any) -> None:
+        """Add an argument or an option that is a path."""
+        self.add_argument(name, type=path_argument, metavar=metavar, help=help_text, **options)
 
     def add_average(self) -> None:
         self.add_argument(

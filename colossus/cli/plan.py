@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.arithmetic import counted, parse_bytes
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, path_argument, positive_integer, size_argument
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, size_argument
 from colossus.cli.plan_explain import render_plan
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_table import Question, as_json, nothing_fits, render_table
@@ -61,15 +61,9 @@ def make_parser() -> Parser:
         _EPILOG,
     )
     parser.add_file()
-    parser.add_argument(
-        "--devices", type=positive_integer, metavar="N", help="devices of the run (default: those of the file's plan)"
-    )
-    parser.add_argument(
-        "--hosts",
-        type=positive_integer,
-        metavar="N",
-        help="hosts that share the devices evenly (default: the fewest with at most 8 devices each; 1 for CPUs)",
-    )
+    parser.add_count("--devices", "devices of the run (default: those of the file's plan)")
+    help_text = "hosts that share the devices evenly (default: the fewest with at most 8 devices each; 1 for CPUs)"
+    parser.add_count("--hosts", help_text)
     parser.add_argument(
         "--memory", type=size_argument, metavar="SIZE", help="memory of a device (default: that of the hardware)"
     )
@@ -85,21 +79,11 @@ def make_parser() -> Parser:
         "--keep", metavar="key=value", nargs="+", action="extend", default=[], help="keys that every plan must have: "
         "pipeline=2, tensor.mode=1d, schedule.type=1f1b ..",
     )  # fmt: skip
-    parser.add_argument(
-        "--top", type=positive_integer, metavar="N", default=10, help="number of plans in the list (default: 10)"
-    )
-    parser.add_argument(
-        "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="explain the N-th plan (default: 1, "
-        "the best)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="compare the N-th plan (default: 1, "
-        "the best) with a step of the real engine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", type=path_argument, metavar="OUT", help="write all numbers, in seconds and bytes; - prints them "
-        "instead of the table",
-    )  # fmt: skip
+    parser.add_count("--top", "number of plans in the list", 10)
+    parser.add_count("--explain", "explain the N-th plan (default: 1, the best)", nargs="?", const=1)
+    help_text = "compare the N-th plan (default: 1, the best) with a step of the real engine"
+    parser.add_count("--check", help_text, nargs="?", const=1)
+    parser.add_path("--json", "OUT", "write all numbers, in seconds and bytes; - prints them instead of the table")
     return parser
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from colossus.arithmetic import counted
 from colossus.chart import Panel, in_encoding, save_charts, text_chart
-from colossus.cli.parser import Parser, path_argument, positive_integer
+from colossus.cli.parser import Parser
 from colossus.cli.plot_panels import VIEWS, gaps, make_panels
 from colossus.config import ConfigError
 from colossus.launch import run_folder
@@ -39,33 +39,14 @@ def make_parser() -> Parser:
         "  colossus plot runs/first runs/second --x tokens --smooth 20 --out loss.png\n"
         "  colossus plot runs/compare-gpt_stdlib-*/*/ --x time --panels loss,throughput\n",
     )
-    parser.add_argument(
-        "runs",
-        type=path_argument,
-        metavar="RUN",
-        nargs="+",
-        help="a run folder, a metrics.jsonl, or the name of a run (the newest of runs/NAME-*)",
-    )
-    parser.add_argument(
-        "--x",
-        choices=("step", "tokens", "time"),
-        default="step",
-        help="x axis: steps, tokens so far, or time, without evaluations, checkpoints and pauses (default: step)",
-    )
-    parser.add_argument(
-        "--smooth",
-        type=positive_integer,
-        default=1,
-        metavar="N",
-        help="draw means over N steps; a picture shows the numbers themselves faint behind them",
-    )
+    help_text = "a run folder, a metrics.jsonl, or the name of a run (the newest of runs/NAME-*)"
+    parser.add_path("runs", "RUN", help_text, nargs="+")
+    help_text = "x axis: steps, tokens so far, or time, without evaluations, checkpoints and pauses (default: step)"
+    parser.add_argument("--x", choices=("step", "tokens", "time"), default="step", help=help_text)
+    parser.add_count("--smooth", "draw means over N steps; a picture shows the numbers themselves faint behind them", 1)
     parser.add_argument("--panels", metavar="NAME,...", default="", help="panels to draw (default: all with numbers)")
-    parser.add_argument(
-        "--out",
-        type=path_argument,
-        metavar="FILE",
-        help=f"draw into this file, not the terminal ({', '.join(FORMATS)}); needs the extra colossus[plot]",
-    )
+    help_text = f"draw into this file, not the terminal ({', '.join(FORMATS)}); needs the extra colossus[plot]"
+    parser.add_path("--out", "FILE", help_text)
     return parser
 
 

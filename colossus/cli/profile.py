@@ -5,16 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from colossus.cli.parser import (
-    EXIT_CODES,
-    OVERRIDES,
-    Parser,
-    call,
-    load,
-    number_argument,
-    path_argument,
-    positive_integer,
-)
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, load, number_argument
 from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
 
@@ -42,7 +33,7 @@ def make_parser() -> Parser:
         "colossus profile", "Train a few steps, and print how each rank spends the time of a step.", _EPILOG
     )
     parser.add_file()
-    parser.add_argument("--steps", type=positive_integer, default=3, metavar="N", help="steps to profile (default: 3)")
+    parser.add_count("--steps", "steps to profile", 3)
     parser.add_argument(
         "--warmup",
         type=number_argument("a whole number of at least 0", lambda value: value >= 0, int),
@@ -52,9 +43,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--ranks", type=_ranks, default=(0,), metavar="N,N", help="ranks to trace, or all (default: 0)")
     parser.add_nproc("processes (default: the product of the plan's sizes)")
-    parser.add_argument(
-        "--out", type=path_argument, metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)"
-    )
+    parser.add_path("--out", "DIR", "the run folder (default: runs/profile-<name>-<time>)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     return parser
 

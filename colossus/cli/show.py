@@ -8,7 +8,7 @@ import itertools
 import shutil
 
 from colossus.arithmetic import aligned, counted
-from colossus.cli.parser import OVERRIDES, Parser, load, path_argument, size_argument
+from colossus.cli.parser import OVERRIDES, Parser, load, size_argument
 from colossus.config import Config, ConfigError
 from colossus.config.errors import as_config_errors
 from colossus.config.plan_head import as_lines, plan_head
@@ -50,32 +50,15 @@ def make_parser() -> Parser:
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
     parser.add_argument("--all", action="store_true", help=f"print every rank of a plan of more than {_MOST_RANKS}")
-    parser.add_argument(
-        "--timeline",
-        nargs="?",
-        const="",
-        type=path_argument,
-        metavar="OUT",
-        help=f"draw the pipeline schedule over time, with OUT also into this file ({', '.join(FORMATS)})",
-    )
-    parser.add_argument(
-        "--lr",
-        type=path_argument,
-        nargs="?",
-        const="",
-        metavar="OUT",
-        help="draw the learning rate by step, with OUT also into this file",
-    )
+    help_text = f"draw the pipeline schedule over time, with OUT also into this file ({', '.join(FORMATS)})"
+    parser.add_path("--timeline", "OUT", help_text, nargs="?", const="")
+    parser.add_path("--lr", "OUT", "draw the learning rate by step, with OUT also into this file", nargs="?", const="")
     parser.add_argument("--graph", action="store_true", help="print the peers of a gossip strategy by step")
     parser.add_argument("--strategy", action="store_true", help="print what the data-parallel strategy sends")
     parser.add_argument("--layers", action="store_true", help="print what each module of the model became")
     parser.add_argument("--memory", action="store_true", help="print the predicted memory of the ranks, by kind")
-    parser.add_argument(
-        "--limit",
-        type=size_argument,
-        metavar="SIZE",
-        help="with --memory: say whether the plan fits a device of this size (80GB)",
-    )
+    help_text = "with --memory: say whether the plan fits a device of this size (80GB)"
+    parser.add_argument("--limit", type=size_argument, metavar="SIZE", help=help_text)
     parser.add_argument("--json", action="store_true", help="with --memory: print JSON, in bytes")
     return parser
 

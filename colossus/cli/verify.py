@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from colossus.cli.parser import OVERRIDES, Parser, call, number_argument, path_argument, positive_integer
+from colossus.cli.parser import OVERRIDES, Parser, call, number_argument
 
 
 def make_parser() -> Parser:
@@ -31,10 +31,10 @@ def make_parser() -> Parser:
         "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
         "            130 stopped by Ctrl-C\n",
     )
-    parser.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python), or a record (a folder)")
+    parser.add_path("file", "FILE", "config file (Python), or a record (a folder)")
     parser.add_overrides("override of a key of the file; or the record that is taken as right")
     parser.add_nproc("processes of the plan (default: the product of the sizes)")
-    parser.add_argument("--steps", type=positive_integer, default=3, metavar="K", help="steps of each run (default: 3)")
+    parser.add_count("--steps", "steps of each run", 3)
     parser.add_argument(
         "--tolerance",
         type=number_argument("a number above zero", lambda value: value > 0),
