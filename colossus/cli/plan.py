@@ -25,7 +25,7 @@ from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_required
 from colossus.planner.fixed_keys import SECTIONS, FixedKeys
-from colossus.planner.search_result import SearchResult
+from colossus.planner.plan_estimate import SearchResult
 
 #: exit code if a check finds a difference, as for verify
 DIFFERS = 3

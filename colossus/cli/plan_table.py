@@ -15,8 +15,7 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, name_of
 from colossus.hardware.hardware import Hardware
 from colossus.planner.fixed_keys import FixedKeys
-from colossus.planner.plan_estimate import PlanEstimate
-from colossus.planner.search_result import SearchResult
+from colossus.planner.plan_estimate import PlanEstimate, SearchResult
 
 #: the fewest columns for a plan in words
 _NARROWEST = 40

@@ -23,7 +23,7 @@ from colossus.hardware.named_hardware import default_hosts, named_hardware, typi
 from colossus.launch.checks import check_required, is_on_cuda
 
 if TYPE_CHECKING:
-    from colossus.planner.search_result import SearchResult
+    from colossus.planner.plan_estimate import SearchResult
 
 #: keys of ``parallel`` that no search varies
 _NOT_SIZES = ("auto", "strategy", "rank_order")

@@ -20,8 +20,8 @@ from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.rank_parameters import PlanAxes
+from colossus.planner.score import split_by_time
 from colossus.planner.step_timeline import RankTimeline, play_step, ranks_for
-from colossus.planner.time_split import split_by_time
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
 from colossus.schedule.simulate import Simulation, Span
@@ -90,7 +90,7 @@ class Estimator:
         """Estimate a plan with all of its microbatches, with this memory if it is known."""
         profile = self.profile(config)
         player = self.player(config)
-        ranks = ranks_for(player, config, profile, stages_of(config, profile))
+        ranks = ranks_for(player, config, profile, stages_of(config, profile.facts))
         memory = memory_of(config, profile, ranks) if memory is None else memory
         timelines = [RankTimeline(profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()

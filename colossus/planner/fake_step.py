@@ -8,14 +8,16 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
 
 import colossus
 from colossus.comm.accounting import Counter, Tally, count
@@ -24,8 +26,11 @@ from colossus.config.plans import name_of
 from colossus.context.grid import build_grid
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
 from colossus.engine.engine import Engine
-from colossus.planner.device_record import DeviceEvent, DeviceRecord
-from colossus.planner.engine_bytes import EngineBytes
+from colossus.layout.split_parameter import as_shards
+from colossus.optim.adafactor import Adafactor
+from colossus.optim.logical_tensors import Sums
+from colossus.optim.whole import WholeParameters
+from colossus.planner.device_play import DeviceEvent, DeviceRecord
 from colossus.planner.fake_engine import fake_engines
 from colossus.planner.fake_rank import fake_world
 from colossus.planner.memory import COUNTED_STRATEGIES
@@ -33,6 +38,37 @@ from colossus.planner.sample_batch import repeated, sample_of
 from colossus.planner.stage_values import stage_values
 from colossus.random import GLOBAL_RNG
 from colossus.schedule.transport import ValueSpec, batch_signature
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """Bytes that one rank stores between steps; see `colossus.planner.rank_memory.StoredBytes`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineBytes:
+        """Count the bytes of an engine. A storage that several tensors share counts once."""
+        stored, optimizer = engine.store.parameters(), engine.optimizer
+        whole = [param for block in engine.store.blocks for param in block.params]
+        state: list[Any] = list(optimizer.state.values())
+        state += [value.counts for value in vars(optimizer).values() if isinstance(value, Sums)]
+        if isinstance(optimizer, Adafactor):
+            state.append(optimizer.tensor_state)
+        if isinstance(optimizer, WholeParameters):  # owners also have whole values and gradients
+            owned = [param for group in optimizer.inner.param_groups for param in group["params"]]
+            state += [owned, [param.grad for param in owned], list(optimizer.inner.state.values())]
+        gradients = sum(param.grad.nbytes for param in stored if param.grad is not None)
+        return cls(bytes_of([*stored, *engine.model.buffers(), *whole]), gradients, bytes_of(tree_leaves(state)))
+
+
+def bytes_of(values: Iterable[Any]) -> int:
+    """Return the bytes of the storages of those values that are tensors."""
+    with as_shards():  # `.data` of a fake tensor would take back freed memory
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in values if isinstance(x, Tensor)}
+    return sum(storages.values())
 
 
 @dataclass(frozen=True)

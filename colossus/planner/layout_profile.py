@@ -32,16 +32,14 @@ from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
 from colossus.layout.parameter import spec_of
-from colossus.planner.backward_levels import BackwardLevels
-from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
-from colossus.planner.fake_channel import fake_channels
+from colossus.planner.fake_engine import balanced_experts, fake_channels
 from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.lasting_weights import LastingWeights
 from colossus.planner.layout_blocks import BlockProfile, LastingBytes, LayoutProfile, Level
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
+from colossus.planner.recorded_memory import BackwardLevels, LastingWeights
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
 from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace

@@ -15,10 +15,9 @@ from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory_play import MemoryPlay, TiedBytes
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
+from colossus.planner.plan_stages import RankStages, layout_config, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.rank_parameters import PlanAxes, RankParameters
-from colossus.planner.rank_stages import RankStages
 from colossus.schedule.actions import in_flight
 
 #: strategies whose memory is counted completely: beside buckets they store nothing that grows with the model
@@ -36,13 +35,16 @@ def predict_memory(config: Config, *, on_cpu: bool = False) -> PlanMemory:
         ConfigError: see `colossus.planner.layout_profile.profile_layout` and
             `colossus.planner.plan_stages.stages_of`.
     """
+    profile = profile_of(config, on_cpu=on_cpu)
+    ranks = [PlanRank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile.facts)]
+    return memory_of(config, profile, ranks)
+
+
+def profile_of(config: Config, *, on_cpu: bool) -> LayoutProfile:
+    """Return the profile of the layout of a plan; see `colossus.planner.layout_profile.profile_layout`."""
     is_sharded = bool(PlanAxes(config).stage)
     layout = layout_config(config, is_sharded=is_sharded)
-    profile = profile_layout(
-        layout, split_backward=splits_backward(config), is_sharded=is_sharded, on_cpu=on_cpu
-    )  # fmt: skip
-    ranks = [PlanRank(profile.facts, config, stages, on_cpu=on_cpu) for stages in stages_of(config, profile)]
-    return memory_of(config, profile, ranks)
+    return profile_layout(layout, split_backward=splits_backward(config), is_sharded=is_sharded, on_cpu=on_cpu)
 
 
 def memory_of(

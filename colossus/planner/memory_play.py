@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from colossus.planner.layout_blocks import BlockProfile, Level
+from colossus.planner.plan_stages import RankStages
 from colossus.planner.rank_memory import StoredBytes
-from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
 from colossus.schedule.actions import INPUT_GRADIENT, Action
 

@@ -22,8 +22,8 @@ from colossus.gradients.bucket_sum import BETWEEN
 from colossus.gradients.buckets import GradientForm, cut_into_buckets
 from colossus.layers.router import SUMS
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts
+from colossus.planner.plan_stages import RankStages
 from colossus.planner.rank_parameters import RankParameters, StoredKind
-from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_traffic import BlockGather, Collective, Reduction, StepTraffic
 from colossus.schedule.actions import INPUT_GRADIENT
 

@@ -16,7 +16,7 @@ from colossus.data_parallel.zero.blocks import in_buckets
 from colossus.data_parallel.zero.row_forms import axes_of_zero, stage_in_effect
 from colossus.gradients.buckets import GradientForm
 from colossus.planner.parameter_facts import DATA, ROOT, ModelFacts, ParameterFacts, ParameterKind
-from colossus.planner.rank_stages import RankStages
+from colossus.planner.plan_stages import RankStages
 from colossus.registry import STRATEGIES
 
 

@@ -15,8 +15,8 @@ from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import ForwardCall, Inputs
 from colossus.engine.parameter_groups import make_groups
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import runs_of
+from colossus.planner.fake_engine import balanced_experts
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import counted_fake_tensors
 from colossus.registry import MODELS

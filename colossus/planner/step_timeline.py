@@ -8,16 +8,55 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from colossus.config import Config
-from colossus.planner.beside import BlockSeconds, run_beside
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.rank_stages import RankStages
+from colossus.planner.plan_stages import RankStages
 from colossus.planner.step_traffic import Collective
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.simulate import Span, play
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Seconds of a block in one forward or backward.
+
+    Attributes:
+        computing: seconds of the block's own work.
+        arriving: seconds of a transfer that must end before the block starts; it begins when the block before it does.
+        leaving: seconds of a transfer that begins when the block has ended.
+    """
+
+    computing: float
+    arriving: float = 0.0
+    leaving: float = 0.0
+
+
+def run_beside(blocks: Sequence[BlockSeconds], *, overlaps: bool) -> tuple[float, float]:
+    """Return the seconds until the last block has ended, and until the last transfer has ended.
+
+    Transfers run one after the other, in the order in which they begin.
+
+    Args:
+        blocks: the blocks in the order in which they run.
+        overlaps: whether transfers run while blocks do.
+    """
+    if not overlaps:
+        end = sum(block.computing + block.arriving + block.leaving for block in blocks)
+        return end, end
+    now = free = 0.0
+    ready = free = blocks[0].arriving if blocks else 0.0
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        now = max(now, ready)
+        if following is not None and following.arriving:
+            free = max(free, now) + following.arriving
+            ready = free
+        now += block.computing
+        if block.leaving:
+            free = max(free, now) + block.leaving
+    return now, max(now, free)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from colossus.comm import accounting
-from colossus.planner.rank_stages import RankStages
+from colossus.planner.plan_stages import RankStages
 from colossus.schedule.actions import LAST_USE
 
 

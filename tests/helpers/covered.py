@@ -30,7 +30,7 @@ LAWS: dict[str, tuple[str, ...]] = {
     ),
     "bytes as the formulas say": (
         "comm/test_accounting.py", "tensor_parallel/test_traffic.py", "tensor_parallel/test_modes.py",
-        "planner/test_gradient_traffic.py", "planner/test_fake_step.py", "sequence_parallel/test_attention.py",
+        "planner/test_plan_check.py", "planner/test_fake_step.py", "sequence_parallel/test_attention.py",
     ),
     "nothing grows": ("test_steady.py", "checkpoint/test_bounds.py"),
     "errors in words": (

@@ -11,9 +11,8 @@ from helpers.ranks import run_ranks
 import colossus
 from benchmarks.memory import allocated_peak, live_bytes
 from colossus.comm.accounting import Tally, count
-from colossus.planner.balanced_experts import balanced_experts
-from colossus.planner.engine_bytes import EngineBytes
-from colossus.planner.fake_step import by_operation
+from colossus.planner.fake_engine import balanced_experts
+from colossus.planner.fake_step import EngineBytes, by_operation
 
 
 @dataclass(frozen=True)

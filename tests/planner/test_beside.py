@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from colossus.context.grid import RankGrid
 from colossus.hardware.data_sheets import GAP, FromDataSheet
 from colossus.hardware.host_placement import Placement
-from colossus.planner.beside import BlockSeconds, run_beside
+from colossus.planner.step_timeline import BlockSeconds, run_beside
 from colossus.planner.trace import Awaited, Event, Operator, Started, Trace
 from colossus.planner.trace_seconds import TracePlayer
 

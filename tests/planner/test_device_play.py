@@ -17,8 +17,16 @@ from colossus.context.grid import ONE_RANK, build_grid
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
-from colossus.planner.device_play import DevicePlayer, PlayedStep
-from colossus.planner.device_record import Call, DeviceEvent, DeviceRecord, Read, Wait, note_read
+from colossus.planner.device_play import (
+    Call,
+    DeviceEvent,
+    DevicePlayer,
+    DeviceRecord,
+    PlayedStep,
+    Read,
+    Wait,
+    note_read,
+)
 from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
 from colossus.planner.trace import Operator
 from colossus.tensor_parallel import matmul

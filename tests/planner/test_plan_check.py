@@ -16,9 +16,8 @@ from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.typical_cpu import TypicalCPU
-from colossus.planner.check_report import CheckReport
 from colossus.planner.estimate import Estimator
-from colossus.planner.plan_check import check
+from colossus.planner.plan_check import CheckReport, check
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
 
 ROOT = Path(colossus.__file__).parent.parent

@@ -50,7 +50,7 @@ def test_reductions_start_with_their_blocks() -> None:
     happened, _ = run_ranks(2, lambda rank: [_backward_of(config) for config in configs], with_context=False)
     for config, of_plan in zip(configs, happened, strict=True):
         resolved, profile = resolved_with_layout(config, 2)
-        (stages,) = stages_of(resolved, profile)
+        (stages,) = stages_of(resolved, profile.facts)
         reductions = PlanRank(profile.facts, resolved, stages, on_cpu=True).traffic.reductions
         composed = []
         for block in (*reversed(range(len(profile.facts.blocks))), None):

@@ -11,7 +11,7 @@ from colossus.config import Config, ConfigError, load_config, state_config
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.launch.auto_plan import resolve_planned
 from colossus.planner.estimate import Estimator
-from colossus.planner.time_split import block_seconds
+from colossus.planner.score import block_seconds
 
 #: an embedding that is large, and takes no time
 GPT = dict(type="GPT", num_layers=5, hidden_size=64, num_heads=4, seq_len=64, vocab_size=2000, tie_embeddings=False)
