@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from colossus.planner.optimizer_memory import OptimizerMemory
@@ -31,34 +31,34 @@ class LastingBytes:
     reduced: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BlockProfile:
     """One block of the model for one microbatch, on one rank. Equal blocks share a profile.
 
     Attributes:
         forward, backward: traces; a backward includes its recomputation.
+        saved: bytes from its forward to its backward, its output included.
+        forward_peak: the most bytes while its forward runs, beyond those that the blocks before it save.
+        passed: bytes of its output.
+        passed_back: bytes of the gradient of its output.
+        lasting: bytes for all microbatches of a step; they are in no other bytes.
+        levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
         wgrad: trace of the part of backward that a schedule may run later; None if the backward is not split.
         deferred: bytes that are alive from the end of backward to ``wgrad``; None if the backward is not split.
         wgrad_levels: levels of ``wgrad``, activations beyond ``deferred``.
-        saved: bytes from its forward to its backward, its output included.
-        forward_peak: the most bytes while its forward runs, beyond those that the blocks before it save.
-        levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
-        passed: bytes of its output.
-        passed_back: bytes of the gradient of its output.
-        lasting: bytes for all microbatches of a step; they are in no bytes above.
     """
 
     forward: Trace
-    backward: Trace
-    wgrad: Trace | None
-    deferred: int | None
-    wgrad_levels: tuple[Level, ...]
     saved: int
     forward_peak: int
-    levels: tuple[Level, ...]
     passed: int
     passed_back: int
     lasting: LastingBytes
+    backward: Trace = field(default_factory=Trace)
+    levels: Sequence[Level] = ()
+    wgrad: Trace | None = None
+    deferred: int | None = None
+    wgrad_levels: Sequence[Level] = ()
 
 
 @dataclass(frozen=True, eq=False)

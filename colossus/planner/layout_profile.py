@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,12 +36,11 @@ from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_engine import balanced_experts, fake_channels
 from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.layout_blocks import BlockProfile, LastingBytes, LayoutProfile, Level
+from colossus.planner.layout_blocks import BlockProfile, LastingBytes, LayoutProfile
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
 from colossus.planner.recorded_memory import BackwardLevels, LastingWeights
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
-from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
@@ -154,27 +153,6 @@ def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Seq
                     spec_of(params[name]).record(axes)
 
 
-@dataclass
-class _Begun:
-    """The profile of a block in the making: its forward has run."""
-
-    forward: Trace
-    saved: int
-    forward_peak: int
-    passed: int
-    passed_back: int
-    #: bytes that are alive at the end of its forward
-    live: int
-    lasting: LastingBytes
-    backward: Trace = field(default_factory=Trace)
-    levels: list[Level] = field(default_factory=list)
-    #: number of all deferred weight gradients at the end of its backward
-    tasks: int = 0
-    #: bytes that its own deferred weight gradients hold, and the levels while they run
-    deferred: int = 0
-    wgrad_levels: list[Level] = field(default_factory=list)
-
-
 class _MicrobatchRun:
     """Forward and backward of one microbatch. Hooks on the outputs of blocks tell where a block's backward ends."""
 
@@ -202,7 +180,10 @@ class _MicrobatchRun:
     def of(self, runs: Sequence[BlockRun]) -> list[list[BlockProfile]]:
         """Run the microbatch, and return the profiles of the executed blocks of each run."""
         fake = self._fake
-        self._begun: list[_Begun] = []
+        self._blocks: list[BlockProfile] = []
+        #: bytes that are alive at the end of each block's forward, and the deferred wgrads by then of its backward
+        self._live: list[int] = []
+        self._deferrals: dict[int, int] = {}
         self._levels = BackwardLevels(fake, self._recorder, self._weights.summed)
         deferral = self._parallel.weights.deferral
         mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
@@ -213,20 +194,15 @@ class _MicrobatchRun:
             mode,
         ):
             loss = self._forward(runs)
-            self._levels.begin(self._begun[-1].live)
+            self._levels.begin(self._live[-1])
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
             with tasks as self._tasks, self._levels.of(self._model, deferral):
                 torch.autograd.backward([get_gradient_edge(loss)])  # a tensor instead would turn off the mode
             self._end_backward(0)
-            wgrads = self._wgrads()
+            if self._split:
+                self._run_wgrads()
             self._tasks = []  # they refer to the graph, and its hooks to this object
-        profiles = iter([
-            BlockProfile(
-                b.forward, b.backward, wgrad, b.deferred if self._split else None, tuple(b.wgrad_levels), b.saved,
-                b.forward_peak, tuple(b.levels), b.passed, b.passed_back, b.lasting,
-            )
-            for b, wgrad in zip(self._begun, wgrads, strict=True)
-        ])  # fmt: skip
+        profiles = iter(self._blocks)
         return [[next(profiles) for _ in run.shown] for run in runs]
 
     def _forward(self, runs: Sequence[BlockRun]) -> Tensor:
@@ -246,7 +222,10 @@ class _MicrobatchRun:
                     value = self._loss_fn(value, labels)[0]
                 saved, peak, lasting = fake.live - live, fake.peak - live, LastingBytes(fake.aside - aside)
                 live, aside = fake.mark(), fake.aside
-                self._begun.append(_Begun(self._recorder.take(), saved, peak, passed, back, live, lasting))
+                self._live.append(live)
+                block = BlockProfile(self._recorder.take(), saved, peak, passed, back, lasting)
+                block.deferred = 0 if self._split else None
+                self._blocks.append(block)
         return value
 
     def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
@@ -261,28 +240,24 @@ class _MicrobatchRun:
 
     def _end_backward(self, number: int) -> None:
         """Record the backward of a block, and of blocks after it whose end no hook has seen."""
-        block = self._begun[number]
-        block.backward, block.tasks = self._recorder.take(), len(self._tasks)
+        block, behind = self._blocks[number], self._blocks[number + 1 :]
+        block.backward, self._deferrals[number] = self._recorder.take(), len(self._tasks)
         block.levels = self._levels.take()
         block.lasting = replace(self._weights.take(), weights=block.lasting.weights)
-        deferred = sum(behind.deferred for behind in self._begun[number + 1 :])
+        deferred = sum(other.deferred or 0 for other in behind)
         if self._split:
-            block.deferred = max(0, self._levels.live - (block.live - block.saved) - deferred)
+            block.deferred = max(0, self._levels.live - (self._live[number] - block.saved) - deferred)
             deferred += block.deferred
         if number:
-            self._levels.begin(self._begun[number - 1].live + deferred)
+            self._levels.begin(self._live[number - 1] + deferred)
 
-    def _wgrads(self) -> list[Trace | None]:
-        if not self._split:
-            return [None] * len(self._begun)
-        traces: list[Trace | None] = []
+    def _run_wgrads(self) -> None:
         self._recorder.take()
         deferral = self._parallel.weights.deferral
         with torch.no_grad(), self._levels.of(self._model, deferral):
-            for block, behind in zip(self._begun, [*self._begun[1:], None], strict=True):
+            for number, block in enumerate(self._blocks):
                 self._levels.begin(self._levels.live)
-                deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
+                deferral.run(list(self._tasks[self._deferrals.get(number + 1, 0) : self._deferrals.get(number, 0)]))
                 block.wgrad_levels = self._levels.take()
                 block.lasting = replace(self._weights.take(), weights=block.lasting.weights)
-                traces.append(self._recorder.take())
-        return traces
+                block.wgrad = self._recorder.take()

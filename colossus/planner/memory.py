@@ -64,16 +64,12 @@ def memory_of(
         times: samples of a microbatch over those of the profile; activations are scaled by it.
         exact: see `colossus.planner.optimizer_memory.OptimizerMemory.bytes`.
     """
-    facts = profile.facts
     memories: list[RankMemory] = []
     for rank in ranks:
         stored, stages = stored_bytes(rank, profile.optimizer, exact=exact), rank.stages
         # a schedule that splits backward defers incomplete gradients, too
         tied = TiedBytes() if stages.splits_backward else _tied_gradients(profile, stages)
-        play = MemoryPlay(
-            profile.blocks, stages, rank.traffic, stored, tied,
-            scope=config.parallel.tensor.weights, first_trained=facts.first_trained, times=times,
-        )  # fmt: skip
+        play = MemoryPlay(profile.blocks, rank, stored, tied, times=times)
         memories.append(RankMemory(stages.rank, stages.stages, max(in_flight(stages.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 

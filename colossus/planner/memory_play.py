@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from colossus.planner.layout_blocks import BlockProfile, Level
-from colossus.planner.plan_stages import RankStages
+from colossus.planner.plan_rank import PlanRank
 from colossus.planner.rank_memory import StoredBytes
-from colossus.planner.step_traffic import BlockGather, Reduction, StepTraffic
+from colossus.planner.step_traffic import BlockGather, Reduction
 from colossus.schedule.actions import INPUT_GRADIENT, Action
 
 #: the most reductions of ZeRO under way
@@ -40,45 +40,33 @@ class MemoryPlay:
 
     Args:
         blocks: profiles of the model's blocks.
-        rank: stages of the rank.
-        traffic: collectives of its weights and gradients.
+        rank: the rank.
         stored: bytes that it stores.
         tied: incomplete gradients of tied parameters.
-        scope: scope of gathered weights (``parallel.tensor.weights``).
-        first_trained: first block that has a backward.
         times: samples of a microbatch over those of the profiles; activations are scaled by it.
     """
 
     def __init__(
-        self,
-        blocks: Sequence[BlockProfile],
-        rank: RankStages,
-        traffic: StepTraffic,
-        stored: StoredBytes,
-        tied: TiedBytes,
-        *,
-        scope: str,
-        first_trained: int,
-        times: float = 1.0,
+        self, blocks: Sequence[BlockProfile], rank: PlanRank, stored: StoredBytes, tied: TiedBytes, *, times: float
     ) -> None:
-        self._blocks, self._rank, self._traffic, self._stored = blocks, rank, traffic, stored
-        self._tied, self._scope = tied, scope
-        self._first_trained, self._times = first_trained, times
-        self._gathers = {gather.block: gather for gather in traffic.gathers}
+        self._blocks, self._traffic, self._rank, self._stored = blocks, rank, rank.stages, stored
+        self._tied, self._times = tied, times
+        self._scope, self._first_trained = rank.config.parallel.tensor.weights, rank.model.first_trained
+        self._gathers = {gather.block: gather for gather in rank.gathers}
         self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
         self._last: defaultdict[tuple[int, int | None], list[Reduction]] = defaultdict(list)
-        for reduction in traffic.reductions:
+        for reduction in rank.reductions:
             if reduction.when == "each":
                 assert reduction.block is not None
                 self._each[reduction.block].append(reduction)
             else:
                 self._last[reduction.stage, reduction.block].append(reduction)
-        self._last_uses = {id(rank.actions[index]) for index in rank.last_uses.values()}
-        received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages]
+        self._last_uses = rank.stages.last_uses
+        received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages.stages]
         #: in a pipeline, a value that arrives and one that leaves
-        self._messages = 2 * times * max(received) if len(rank.bounds) > 2 else 0.0
+        self._messages = 2 * times * max(received) if len(rank.stages.bounds) > 2 else 0.0
         self._activations = self._gradients = self._buffers = self._sums = 0.0
-        self._gathered = float(traffic.whole)
+        self._gathered = float(rank.whole)
         #: forwards of each block that wait for their backward
         self._awaited: Counter[int] = Counter()
         self._whole: set[int] = set()

@@ -7,9 +7,7 @@ Which parameters travel together is decided by the functions that the engine cal
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -24,39 +22,12 @@ from colossus.layers.router import SUMS
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts
 from colossus.planner.plan_stages import RankStages
 from colossus.planner.rank_parameters import RankParameters, StoredKind
-from colossus.planner.step_traffic import BlockGather, Collective, Reduction, StepTraffic
-from colossus.schedule.actions import INPUT_GRADIENT
+from colossus.planner.step_traffic import BlockGather, Collective, Reduction, RowTraffic
+from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE
 
 #: the step's numbers: loss, count, squares of gradients, requests to stop, marks of programs
 _NUMBERS = 5
 _FLOAT64 = 8
-
-
-@dataclass(frozen=True)
-class RowTraffic:
-    """The rows of parameters that travel in one collective.
-
-    Attributes:
-        gather: the gather of their values.
-        reduction: the reduction of their gradients, None if they are frozen.
-        whole: bytes of the gathered parameters.
-        gradients: bytes of their whole gradients, 0 if they are frozen.
-        sums: bytes of the rows of the summed gradients, before they are cast to the optimizer's dtype.
-        is_shared: whether they travel through shared memory, from which rows are copied to where they belong.
-    """
-
-    gather: Collective
-    reduction: Collective | None
-    whole: int
-    gradients: int
-    sums: int
-    is_shared: bool
-
-    def buffers(self, collective: Collective) -> float:
-        """Return the bytes of the input and of the result of its gather or reduction."""
-        if self.is_shared:
-            return 0.0
-        return collective.input_bytes + (collective.result_bytes if collective.ranks > 1 else 0.0)
 
 
 class PlanRank(RankParameters):
@@ -68,6 +39,19 @@ class PlanRank(RankParameters):
         model, config, stages: see `RankParameters`.
         on_cpu: whether ranks compute on CPU, where a message has to fit a slot of shared memory.
         ranks_per_host: data ranks of each host, for ``hierarchical`` without a number of its own; None: all.
+
+    Attributes:
+        begin: collectives before the first forward: gathers of weights that stay whole for the step.
+        gathers: gathers of other blocks, in the order of the chain.
+        gathered: (stage, microbatch) of each forward that has to gather freed weights.
+        reductions: reductions of each stage, in the order in which they start.
+        end: collectives after the last backward and all reductions, one after the other.
+        whole: bytes of weights that are gathered for the step, beyond those that are stored (ZeRO-3).
+        buckets: bytes of all buckets of gradients, which are allocated once.
+        made: for each block, the bytes of gradients that its backward makes and that stay in a step: all but those of
+            weights that are gathered for the block, and those in buckets. The block of a gradient is the last of the
+            rank that uses it.
+        bucketed: bytes of the gradients that are views of buckets.
     """
 
     def __init__(
@@ -80,29 +64,39 @@ class PlanRank(RankParameters):
         #: traffic of units by the ids of their parameters' kinds: equal units have equal collectives
         self._rows: dict[tuple[int, ...], list[tuple[list[int], RowTraffic]]] = {}
 
-    @cached_property
-    def traffic(self) -> StepTraffic:
-        """Return its collectives in a step after the first."""
-        is_zero = bool(self.config.parallel.zero.stage)
+        is_zero = bool(config.parallel.zero.stage)
         lasting = [
             rows for block, params in self.units for _, rows in self._rows_of(params) if not self.frees or block is None
         ]
-        gathers, buckets, tied = self._gathers(), self._buckets(), self._tied()
-        reductions, end = self._reductions() if is_zero else [], tied
+        buckets, tied = self._buckets(), self._tied()
+        summed = [collective for bucket in buckets for collective in bucket.collectives]
+        self.begin = tuple(rows.gather for rows in lasting if rows.gather.ranks > 1)
+        self.gathers, self.gathered = self._gathers(), self._gathered()
+        self.reductions = self._reductions() if is_zero else []
+        self.end = (*tied, *self._numbers())
         if is_zero and not self.frees:
-            end = [collective for bucket in buckets for collective in bucket.collectives] + end
+            self.end = (*summed, *self.end)
         else:
-            reductions += buckets
-        return StepTraffic(
-            tuple(rows.gather for rows in lasting if rows.gather.ranks > 1),
-            tuple(gathers),
-            self._gathered(),
-            tuple(reductions),
-            (*end, *self._numbers()),
-            sum(rows.whole for rows in lasting) if self.axes.stage == 3 else 0,
-            sum(own.input_bytes for own in (*(bucket.collectives[0] for bucket in buckets), *tied)),
-            *self._bytes_of_gradients(gathers),
-        )
+            self.reductions += buckets
+        self.whole = sum(rows.whole for rows in lasting) if self.axes.stage == 3 else 0
+        self.buckets = sum(own.input_bytes for own in (*(bucket.collectives[0] for bucket in buckets), *tied))
+        self.made: Counter[int] = Counter()
+        self.bucketed = 0
+        self._add_gradients()
+
+    def times(self) -> Counter[Collective]:
+        """Return how often each collective between the first forward and the last backward is started."""
+        forwards = Counter(stage for stage, _ in self.gathered)
+        backwards = Counter(action.stage for action in self.stages.actions if action.kind in LAST_USE)
+        counts: Counter[Collective] = Counter()
+        for gather in self.gathers:
+            times = forwards[gather.stage] + gather.in_backward * backwards[gather.stage]
+            for collective in gather.collectives:
+                counts[collective] += times
+        for reduction in self.reductions:
+            for collective in reduction.collectives:
+                counts[collective] += backwards[reduction.stage] if reduction.when == "each" else 1
+        return counts
 
     # -- weights ------------------------------------------------------------------------------------------
 
@@ -261,20 +255,17 @@ class PlanRank(RankParameters):
             for (ranks, _), forms in groups.items()
         ]  # fmt: skip
 
-    def _bytes_of_gradients(self, gathers: Iterable[BlockGather]) -> tuple[Counter[int], int]:
-        """Return ``made`` and ``bucketed`` of `StepTraffic`."""
-        made: Counter[int] = Counter()
-        bucketed = 0
+    def _add_gradients(self) -> None:
+        is_zero = bool(self.config.parallel.zero.stage)
         for param, stored in self.trained:
-            size, is_reduced = param.kind.form.elements * stored.made.itemsize, bool(self.config.parallel.zero.stage)
-            is_summed = not (is_reduced and stored.is_cut) and bool(stored.summed.axes)
+            size = param.kind.form.elements * stored.made.itemsize
+            is_summed = bool(stored.summed.axes) and not (is_zero and stored.is_cut)
             if is_summed and stored.made == self.model.precision.reduce_dtype(stored.made):
-                bucketed += size
+                self.bucketed += size
             else:
-                made[self.completed_in(param, self.stages.stages_with(param.blocks)[0])] += size
-        for gather in gathers:
-            made[gather.block] -= gather.gradients
-        return made, bucketed
+                self.made[self.completed_in(param, self.stages.stages_with(param.blocks)[0])] += size
+        for gather in self.gathers:
+            self.made[gather.block] -= gather.gradients
 
     # -- the step's numbers -------------------------------------------------------------------------------
 

@@ -51,9 +51,14 @@ class RankStages:
         return tuple(action.stage for action in self.actions if action.kind == "reduce")
 
     @cached_property
-    def last_uses(self) -> Mapping[int, int]:
+    def _last(self) -> Mapping[int, int]:
         """Return the index of the last action of each stage that uses its weights; its gradients are complete then."""
         return {action.stage: index for index, action in enumerate(self.actions) if action.kind in LAST_USE}
+
+    @cached_property
+    def last_uses(self) -> frozenset[int]:
+        """Return the ids of these actions: an action is one object in all lists."""
+        return frozenset(id(self.actions[index]) for index in self._last.values())
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -65,7 +70,7 @@ class RankStages:
 
         With a split backward there are none.
         """
-        last = self.last_uses
+        last = self._last
         reduced = {action.stage: index for index, action in enumerate(self.actions) if action.kind == "reduce"}
         return frozenset(
             stage

@@ -12,19 +12,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 from colossus.config import Config
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.plan_stages import RankStages, actions_of
+from colossus.planner.plan_stages import RankStages, actions_of, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
-from colossus.registry import SCHEDULES
-from colossus.schedule.actions import COMPUTE, LAST_USE, Action, Actions, in_flight, placement
+from colossus.schedule.actions import COMPUTE, Action, in_flight, placement
 from colossus.schedule.bounds import split_chain
 
 
@@ -141,35 +138,12 @@ def _of_last_microbatches(stages: RankStages) -> list[list[Action]]:
 def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:
     """Return the pipeline rank whose blocks save most, the first, the last, and the one whose blocks take longest."""
     schedule, size = config.schedule, config.parallel.pipeline.size
-    few = min(schedule.microbatches, 2 * size)
-    actions, rank_of, in_flight = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
-    bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
+    few = schedule.model_copy(update={"microbatches": min(schedule.microbatches, 2 * size)})
+    ranks = stages_of(config.model_copy(update={"schedule": few}), profile.facts)
     seconds, saved = [0.0] * size, [0.0] * size
-    for stage, rank in rank_of.items():
-        blocks = slice(bounds[stage], bounds[stage + 1])
-        seconds[rank] += sum(seconds_of_blocks[blocks])
-        saved[rank] += in_flight[rank] * sum(block.saved for block in profile.blocks[blocks])
+    for rank in ranks:
+        blocks = [block for stage in rank.stages for block in rank.blocks_of(stage)]
+        seconds[rank.rank] = sum(seconds_of_blocks[block] for block in blocks)
+        saved[rank.rank] = max(in_flight(rank.actions)) * sum(profile.blocks[block].saved for block in blocks)
     slowest, fullest = (max(range(size), key=values.__getitem__) for values in (seconds, saved))
-    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in dict.fromkeys((fullest, 0, size - 1, slowest))]
-
-
-@lru_cache(maxsize=1024)
-def _compute_actions(
-    kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]
-) -> tuple[Actions, dict[int, int], list[int]]:
-    """Return the computing actions of all ranks, the rank of each stage, and each rank's most microbatches in flight.
-
-    Actions have no transfers, and a reduction after each stage.
-    """
-    schedule = SCHEDULES.get(kind) if isinstance(kind, str) else kind
-    computing: Actions = schedule(stages, microbatches, **dict(options))
-    actions: Actions = []
-    for own in computing:
-        last = {action.stage: index for index, action in enumerate(own) if action.kind in LAST_USE}
-        done: list[Action] = []
-        for index, action in enumerate(own):
-            done.append(action)
-            if last.get(action.stage) == index:
-                done.append(Action("reduce", action.stage))
-        actions.append(done)
-    return actions, placement(actions) or {0: 0}, [max(in_flight(own)) for own in actions]
+    return [ranks[rank] for rank in dict.fromkeys((fullest, 0, size - 1, slowest))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from colossus.config import Config
@@ -89,18 +89,15 @@ class RankTimeline:
 
     def __init__(self, profile: LayoutProfile, rank: PlanRank, player: TracePlayer) -> None:
         self.profile, self.stages, self.player = profile, rank.stages, player
-        end = (*rank.traffic.end, *profile.optimizer.collectives(rank))
-        self.traffic = traffic = replace(rank.traffic, end=end)
+        self.rank, self._end = rank, (*rank.end, *profile.optimizer.collectives(rank))
         self._costs: dict[tuple[str, int, bool, bool, bool], ActionCost] = {}
         #: cost of each collective by its id: those of equal blocks are one
         self._collectives: dict[int, AxisCost] = {}
         #: seconds of the collectives of a block, and of the copies beside them, by the id of their tuple
         self._together: dict[int, tuple[float, float]] = {}
         #: blocks whose gradients are gone after each backward
-        self._freed = {own.block for own in traffic.reductions if own.when == "each"}
-        self._gathers = {(gather.stage, gather.block): gather for gather in traffic.gathers}
-        #: the last action of each stage; an action is one object in all lists
-        self._last = {id(self.stages.actions[index]) for index in self.stages.last_uses.values()}
+        self._freed = {own.block for own in rank.reductions if own.when == "each"}
+        self._gathers = {(gather.stage, gather.block): gather for gather in rank.gathers}
 
     def seconds(self, action: Action) -> float:
         """Return the seconds for which an action occupies its rank."""
@@ -109,7 +106,7 @@ class RankTimeline:
 
     def is_last(self, action: Action) -> bool:
         """Return whether an action is the last of its stage: the next action need not wait for its reductions."""
-        return id(action) in self._last
+        return id(action) in self.stages.last_uses
 
     def cost(self, action: Action) -> ActionCost:
         key = action.kind, action.stage, self.is_last(action), self._is_freed(action), action.microbatch == 0
@@ -120,8 +117,8 @@ class RankTimeline:
     def _is_freed(self, action: Action) -> bool:
         """Return whether an action has to gather the weights of its blocks."""
         if action.kind == "forward":
-            return (action.stage, action.microbatch) in self.traffic.gathered
-        return any(gather.in_backward for gather in self.traffic.gathers if gather.stage == action.stage)
+            return (action.stage, action.microbatch) in self.rank.gathered
+        return any(gather.in_backward for gather in self.rank.gathers if gather.stage == action.stage)
 
     def _cost(self, kind: str, stage: int, is_last: bool, is_freed: bool, is_first: bool) -> ActionCost:
         numbers = list(self.stages.blocks_of(stage))
@@ -130,7 +127,7 @@ class RankTimeline:
         played = [self.player.play(_trace(self.profile.blocks[number], kind)) for number in numbers]
         leaving: dict[int, float] = {}
         copying = dict.fromkeys(numbers, 0.0)
-        for reduction in self.traffic.reductions if kind in LAST_USE else ():
+        for reduction in self.rank.reductions if kind in LAST_USE else ():
             if reduction.stage == stage and (reduction.when == "each" or is_last):
                 block = numbers[-1] if reduction.block is None else reduction.block
                 sending, copies = self._seconds_of(reduction.collectives)
@@ -195,13 +192,13 @@ class RankTimeline:
     @cached_property
     def begin(self) -> float:
         """Return the seconds before the first forward: gathers of weights that stay whole for the step, and copies."""
-        gathers = self._all(self.traffic.begin).seconds + self._copying(self.traffic.begin)
+        gathers = self._all(self.rank.begin).seconds + self._copying(self.rank.begin)
         return gathers + sum(played.seconds for played in self._once("forward"))
 
     @cached_property
     def end(self) -> float:
         """Return the seconds of the collectives after the last backward and all reductions."""
-        return self._all(self.traffic.end).seconds + sum(played.seconds for played in self._once("backward"))
+        return self._all(self._end).seconds + sum(played.seconds for played in self._once("backward"))
 
     def _once(self, kind: str) -> list[Played]:
         """Play the parts of the rank's blocks that run once per step."""
@@ -222,8 +219,8 @@ class RankTimeline:
         inside = [self.cost(span.action).axes for span in spans if span.action.kind in COMPUTE]
         inside += [played.axes for kind in ("forward", "backward") for played in self._once(kind)]
         out = total(inside)
-        apart = Counter((*self.traffic.begin, *self.traffic.end))
-        counts = self.traffic.counts(self.stages)
+        apart = Counter((*self.rank.begin, *self._end))
+        counts = apart + self.rank.times()
         waiting = sum(self._waiting(span.action) for span in spans if span.action.kind in COMPUTE)
         beside = sum(self.collective(own).seconds * (times - apart[own]) for own, times in counts.items())
         share = min(1.0, waiting / beside) if beside else 0.0

@@ -1,14 +1,11 @@
-"""The collectives of weights and gradients of one pipeline rank in a step, with their times and bytes. No torch."""
+"""The collectives of weights and gradients of one pipeline rank in a step, with their bytes. No torch."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from colossus.comm import accounting
-from colossus.planner.plan_stages import RankStages
-from colossus.schedule.actions import LAST_USE
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,33 @@ class Collective:
         if self.operation.startswith("all_gather"):
             return self.input_bytes * self.ranks
         return self.input_bytes / (self.ranks if self.operation.startswith("reduce_scatter") else 1)
+
+
+@dataclass(frozen=True)
+class RowTraffic:
+    """The rows of parameters that travel in one collective.
+
+    Attributes:
+        gather: the gather of their values.
+        reduction: the reduction of their gradients, None if they are frozen.
+        whole: bytes of the gathered parameters.
+        gradients: bytes of their whole gradients, 0 if they are frozen.
+        sums: bytes of the rows of the summed gradients, before they are cast to the optimizer's dtype.
+        is_shared: whether they travel through shared memory, from which rows are copied to where they belong.
+    """
+
+    gather: Collective
+    reduction: Collective | None
+    whole: int
+    gradients: int
+    sums: int
+    is_shared: bool
+
+    def buffers(self, collective: Collective) -> float:
+        """Return the bytes of the input and of the result of its gather or reduction."""
+        if self.is_shared:
+            return 0.0
+        return collective.input_bytes + (collective.result_bytes if collective.ranks > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,46 +109,3 @@ class Reduction:
     freed: int = 0
     buffers: float = 0.0
     sums: int = 0
-
-
-@dataclass(frozen=True)
-class StepTraffic:
-    """The collectives of one pipeline rank in a step.
-
-    Attributes:
-        begin: collectives before the first forward: gathers of weights that stay whole for the step.
-        gathers: gathers of other blocks, in the order of the chain.
-        gathered: (stage, microbatch) of each forward that has to gather freed weights.
-        reductions: reductions of each stage, in the order in which they start.
-        end: collectives after the last backward and all reductions, one after the other.
-        whole: bytes of weights that are gathered for the step, beyond those that are stored (ZeRO-3).
-        buckets: bytes of all buckets of gradients, which are allocated once.
-        made: for each block, the bytes of gradients that its backward makes and that stay in a step: all but those of
-            weights that are gathered for the block, and those in buckets. The block of a gradient is the last of the
-            rank that uses it.
-        bucketed: bytes of the gradients that are views of buckets.
-    """
-
-    begin: tuple[Collective, ...]
-    gathers: tuple[BlockGather, ...]
-    gathered: frozenset[tuple[int, int]]
-    reductions: tuple[Reduction, ...]
-    end: tuple[Collective, ...]
-    whole: int
-    buckets: float
-    made: Counter[int]
-    bucketed: int
-
-    def counts(self, stages: RankStages) -> Counter[Collective]:
-        """Return how often each collective is started in a step."""
-        forwards = Counter(stage for stage, _ in self.gathered)
-        backwards = Counter(action.stage for action in stages.actions if action.kind in LAST_USE)
-        counts: Counter[Collective] = Counter((*self.begin, *self.end))
-        for gather in self.gathers:
-            times = forwards[gather.stage] + gather.in_backward * backwards[gather.stage]
-            for collective in gather.collectives:
-                counts[collective] += times
-        for reduction in self.reductions:
-            for collective in reduction.collectives:
-                counts[collective] += backwards[reduction.stage] if reduction.when == "each" else 1
-        return counts

@@ -51,7 +51,7 @@ def test_reductions_start_with_their_blocks() -> None:
     for config, of_plan in zip(configs, happened, strict=True):
         resolved, profile = resolved_with_layout(config, 2)
         (stages,) = stages_of(resolved, profile.facts)
-        reductions = PlanRank(profile.facts, resolved, stages, on_cpu=True).traffic.reductions
+        reductions = PlanRank(profile.facts, resolved, stages, on_cpu=True).reductions
         composed = []
         for block in (*reversed(range(len(profile.facts.blocks))), None):
             for when in ("last", "each"):
