@@ -63,7 +63,7 @@ ON_THE_SITE = {
     "../CHANGELOG.md": "changelog.md",
     "../CONTRIBUTING.md": "contributing.md",
     "../benchmarks/README.md": "benchmark-commands.md",
-    "../colossus/config/checkpoint_section.py": "reference/config.md#checkpoint",
+    "../colossus/config/sections.py": "reference/config.md#checkpoint",
     "../colossus/config/schema.py": "reference/config.md",
     "../colossus/config/training.py": "reference/config.md#train",
     "../colossus/data/__init__.py": "reference/data.md",

@@ -17,7 +17,7 @@ from colossus.chart import Line, Panel, save_charts
 from colossus.config import load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.config.learning_rates import LearningRates
-from colossus.config.optimizer_section import Optimizer
+from colossus.config.sections import Optimizer
 from colossus.engine.parameter_groups import make_groups
 from colossus.monitor.hooks.averages import EMA, SWA
 from colossus.optim.muon import flops

@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
-import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import ITEM_BYTES, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.manifest import FILE_NAME, ITEM_BYTES, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.megatron import megatron_places
 from colossus.checkpoint.stored_place import StoredPlace
 from colossus.checkpoint.torchtitan import torchtitan_places
@@ -41,7 +40,6 @@ _CLASSES = {
 _OTHERS = ("optim", "chained_", "lr_scheduler", "dataloader", "train_state", "loops", "callbacks")
 #: sections of a saved state in which a model's keys may be
 _SECTIONS = ("model.", "state_dict.", "app.model.")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class _MegatronRecord:
@@ -106,7 +104,7 @@ def read_dcp(folder: Path) -> DCPFolder:
     for key, name in names.items():
         for chunk in tensors[key].chunks if name in read else ():
             info = by_place.get((key, tuple(chunk.offsets)))
-            if info is None or not _FILE_NAME.fullmatch(str(info.relative_path)):
+            if info is None or not FILE_NAME.fullmatch(str(info.relative_path)):
                 raise DamagedCheckpoint(f"{path}: {key} at {list(chunk.offsets)} is in no file of the folder")
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{folder}: {key} is compressed; save it without extensions")

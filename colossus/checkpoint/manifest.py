@@ -57,7 +57,7 @@ SAFETENSORS_DTYPES = {name: code for name, (_, code) in _DTYPES.items()}
 
 _FILE = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": (.*)\}\n', re.DOTALL)
 #: name of a file in the checkpoint's folder; no path that leads out of it
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     """Return the manifest of its JSON. Raise if a file name leads elsewhere or chunks do not cover their tensor."""
     names = [name for name, _, _ in body["files"]]
     for name in names:
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"the file {name!r} is no plain file name")
     files = {name: FileEntry(int(num_bytes), int(crc, 16)) for name, num_bytes, crc in body["files"]}
     tensors = {

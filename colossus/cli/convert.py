@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +19,11 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import find_weights, open_weights
-from colossus.cli.parser import CHECKPOINT, path_of
+from colossus.cli.parser import CHECKPOINT, path_of, size_argument
 from colossus.registry import WEIGHT_WRITERS
 
 #: torch's names of the values of ``--dtype``
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_parser(commands: Any) -> None:
@@ -55,16 +53,8 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=list(DTYPES), help="dtype of the written weights (default: as they are stored)"
     )
     help_text = "largest size of a file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger"
-    parser.add_argument("--max-shard-size", type=_num_bytes, default=5 * 10**9, metavar="SIZE", help=help_text)
+    parser.add_argument("--max-shard-size", type=size_argument, default=5 * 10**9, metavar="SIZE", help=help_text)
     parser.set_defaults(run=_convert)
-
-
-def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?B)", text.upper())
-    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"must be a size of 1 byte or more, such as 500MB or 5GB, got {text!r}")
-    return int(size)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from colossus.compare.interleaved import alternate, environment, unique_labels
 from colossus.compare.variants import check_plan, make_all
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
-from colossus.config.plans import describe_plan, describe_processes, world_size
+from colossus.config.plans import describe_plan, world_size
 from colossus.launch import command
 from colossus.launch.checks import check_required, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
@@ -78,7 +78,7 @@ def run(
     if dry_run:
         print("nothing was started (--dry-run)")
         for label, config in configs.items():
-            print(f"{label}: {describe_plan(config)}, {describe_processes(world_size(config.parallel))}")
+            print(f"{label}: {describe_plan(config)}, {counted(world_size(config.parallel), 'process', 'es')}")
         return 0
     timed = [TimedPlan(label, file, overrides_of[label], config) for label, config in configs.items()]
     measured = [plan.measured for plan in timed]

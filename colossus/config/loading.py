@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from colossus.config.checkpoint_section import Weights
 from colossus.config.components import check_names, is_text
 from colossus.config.errors import ConfigError, explain, unknown_key
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import resolve_sizes
 from colossus.config.schema import Config
 from colossus.config.section import Named
+from colossus.config.sections import Weights
 from colossus.config_module import module_name, put_on_path
 from colossus.registry import MODEL_SOURCES, nearest
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from colossus.arithmetic import counted
 from colossus.config.plans import (
     describe_plan,
-    describe_processes,
     model_options,
     name_of,
     strategy_options,
@@ -26,7 +26,7 @@ def plan_head(config: Config) -> dict[str, str]:
         batch_text = f"{batch} {samples}, in microbatches of at most {most:,} tokens on each data rank"
     promise = "" if options is None else options.describe(data)
     head = {
-        "plan": f"{describe_plan(config)}: {describe_processes(world_size(parallel))}",
+        "plan": f"{describe_plan(config)}: {counted(world_size(parallel), 'process', 'es')}",
         "rank order": f"{', '.join(parallel.rank_order)} (outermost first)",
         "batch": batch_text,
         "ramp": "" if train.batch_ramp is None else str(train.batch_ramp),

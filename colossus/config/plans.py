@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from colossus.arithmetic import expert_factor, factors, not_a_multiple
+from colossus.arithmetic import counted, expert_factor, factors, not_a_multiple
 from colossus.config.components import options_of
 from colossus.config.errors import ConfigError
 from colossus.config.plan_space import overrides_between, resized_plans, with_groups_of
@@ -64,9 +64,9 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         total = others if is_open else data * others
         sizes = describe_sizes(parallel)
         sizes += f" = {total}" if " x " in sizes else ""
-        what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {describe_processes(nproc)}"
+        what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {counted(nproc, 'process', 'es')}"
         multiple = ", or a multiple of that" if is_open else ""
-        keep = f"\n  or keep the plan and start {describe_processes(total)}{multiple} (--nproc {total})"
+        keep = f"\n  or keep the plan and start {counted(total, 'process', 'es')}{multiple} (--nproc {total})"
         raise ConfigError(what + suggestions(config, options, nproc) + keep)
     config, problems, refused = _completed(config, parallel.model_copy(update={"data": data}), options, strategy)
     if problems:
@@ -168,10 +168,6 @@ def describe_zero(parallel: Parallel) -> str:
     return f"ZeRO {zero.stage}{groups}{', offloaded' if zero.offload else ''}"
 
 
-def describe_processes(count: int | None) -> str:
-    return f"{count} process{'' if count == 1 else 'es'}"
-
-
 def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
     """Return problems of a plan whose data size is known: of the tensor mode, ZeRO's groups, the model, the batch.
 
@@ -251,7 +247,7 @@ def suggestions(config: Config, options: Any, nproc: int, max_plans: int = 4) ->
         refusals += [] if problems else refused
         if not problems and not refused and (overrides := overrides_between(parallel, stated, "parallel")):
             plans[" ".join(overrides)] = candidate
-    processes = describe_processes(nproc)
+    processes = counted(nproc, "process", "es")
     if not plans:
         reason = f":\n    {refusals[0]}" if refusals else ""
         return f"\n  no plan of these axes fits {processes}, this model and this batch{reason}"

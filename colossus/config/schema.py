@@ -14,9 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from colossus.arithmetic import parse_bytes
-from colossus.config.checkpoint_section import Checkpoint
-from colossus.config.launch_section import Launch
-from colossus.config.optimizer_section import Optimizer
 from colossus.config.section import (
     FROM_LIST,
     Count,
@@ -33,6 +30,7 @@ from colossus.config.section import (
     is_number,
     require_type,
 )
+from colossus.config.sections import Checkpoint, Launch, Optimizer
 from colossus.config.training import Train
 
 

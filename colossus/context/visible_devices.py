@@ -37,6 +37,6 @@ def may_be_of_one_rank(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name) for name in (*_OF_TASKS, VARIABLE))
 
 
-def counted(devices: int) -> str:
+def counted_devices(devices: int) -> str:
     """Return ``1 CUDA device``, ``2 CUDA devices``."""
     return f"{devices or 'no'} CUDA device{'s' * (devices != 1)}"

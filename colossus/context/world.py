@@ -13,7 +13,7 @@ from torch import distributed as dist
 from colossus.arithmetic import factors
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
-from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
+from colossus.context.visible_devices import counted_devices, explain_visible, may_be_of_one_rank
 
 
 def pick_device(wanted: str, backend: str = "auto") -> torch.device:
@@ -42,8 +42,8 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
     if local >= count:
         note = explain_visible(os.environ, count)
         raise ValueError(
-            f"local rank {local} has no CUDA device: {counted(count)} here{note and f' ({note})'}; use --nproc {count} "
-            f"or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices slowly: "
+            f"local rank {local} has no CUDA device: {counted_devices(count)} here{note and f' ({note})'}; use "
+            f"--nproc {count} or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices slowly: "
             f"their messages go through the memory of the host"
         )
     device = torch.device("cuda", local)

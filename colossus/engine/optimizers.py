@@ -14,7 +14,7 @@ from torch import nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
-from colossus.config.optimizer_section import Optimizer as OptimizerSection
+from colossus.config.sections import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.optimizer_trial import UntriedError, trial_problem
 from colossus.engine.parameter_groups import ParameterGroups

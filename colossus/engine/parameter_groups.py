@@ -16,7 +16,7 @@ from torch import nn
 
 from colossus.arithmetic import aligned, counted
 from colossus.config import ConfigError
-from colossus.config.optimizer_section import GroupRule, Optimizer
+from colossus.config.sections import GroupRule, Optimizer
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.registry import nearest
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import colossus
+from colossus.arithmetic import counted
 from colossus.checkpoint.adapter_names import plain_names
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import match_weights
@@ -16,8 +17,8 @@ from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.components import options_of
 from colossus.config.errors import as_config_errors
-from colossus.config.plans import describe_processes, suggestions
-from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
+from colossus.config.plans import suggestions
+from colossus.context.visible_devices import counted_devices, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
 from colossus.registry import HOOKS, MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
@@ -305,7 +306,7 @@ def check_devices(
     note = explain_visible(os.environ, num_devices)
     plans = suggestions(config, model_options(config), num_devices * nnodes)
     raise ConfigError(
-        f"device: {describe_processes(local_ranks)} on {where}, but {counted(num_devices)} here"
+        f"device: {counted(local_ranks, 'process', 'es')} on {where}, but {counted_devices(num_devices)} here"
         f"{note and f' ({note})'}: --nproc {num_devices} is the most, and a plan of as many processes{plans}\n  or "
         f"keep the plan with more machines (--nnodes), ranks that share a device (comm.backend='gloo'), to try things "
         f"out, or device='cpu'",

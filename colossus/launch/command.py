@@ -19,11 +19,10 @@ from colossus.checkpoint.weight_sources import describe_weights
 from colossus.config import Config, ConfigError, state_config
 from colossus.config.plan_head import as_lines, plan_head
 from colossus.launch import run_folder, slurm
-from colossus.launch.auto_plan import resolve_planned
+from colossus.launch.auto_plan import NodePlans, NodeRange, resolve_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_model, check_required, describe_device
 from colossus.launch.decide import DONE, FAILED, USAGE
 from colossus.launch.memory_folder import HOST_MEMORY
-from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID
@@ -154,8 +153,9 @@ def _join(
         return USAGE
     if lines and joined["RANK"] == "0":
         print("\n".join(lines), flush=True)
+    restarts = config.launch.restarts
     without_effect = {
-        "launch.restarts": _restarts(config),
+        "launch.restarts": restarts is not None and restarts.max > 0,
         "checkpoint.memory_every": config.checkpoint.memory_every > 0,
     }
     if any(without_effect.values()) and joined["RANK"] == "0":
@@ -166,10 +166,6 @@ def _join(
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(lambda: config, run_dir=run_dir, resume=resume)
-
-
-def _restarts(config: Config) -> bool:
-    return config.launch.restarts is not None and config.launch.restarts.max > 0
 
 
 def check_restart_keys(config: Config) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.config.launch_section import RestartsSection
+from colossus.config.sections import RestartsSection
 from colossus.launch.ends import AttemptEnd, RankEnd, stop_code
 
 DONE, FAILED, USAGE = 0, 1, 2

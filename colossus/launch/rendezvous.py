@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from colossus.launch.node_plans import NodeRange
+from colossus.launch.auto_plan import NodeRange
 
 #: the time after which the user is told that the launcher waits for other nodes
 SAY_SECONDS = 15.0

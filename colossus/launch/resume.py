@@ -19,7 +19,7 @@ from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, Named, model_options
-from colossus.config.checkpoint_section import Weights
+from colossus.config.sections import Weights
 from colossus.config.user_path import user_path
 from colossus.launch import run_folder
 from colossus.launch.checks import check_weights

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from colossus.config.components import options_of
-from colossus.config.optimizer_section import Optimizer
+from colossus.config.sections import Optimizer
 from colossus.registry import OPTIMIZERS, TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
 

@@ -204,11 +204,11 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
         ((tmp_path / "nowhere", tmp_path / "x", "--to", "hf"), 2, "there is no such folder"),
         ((source, tmp_path / "x"), 2, "the following arguments are required: --to"),
         ((source, tmp_path / "x", "--to", "onnx"), 2, "invalid choice: 'onnx'"),
-        ((source, tmp_path / "x", "--to", "hf", "--max-shard-size", "0"), 2, "must be a size of 1 byte or more"),
+        ((source, tmp_path / "x", "--to", "hf", "--max-shard-size", "0"), 2, "'0' is no size of memory; write 80GB"),
         (
             (source, tmp_path / "x", "--to", "hf", "--max-shard-size", "5 bananas"),
             2,
-            "such as 500MB or 5GB, got '5 ban",
+            "'5 bananas' is no size of memory",
         ),
         ((source, source, "--to", "hf"), 2, f"{source}: exists already"),
         ((source, source / "config.json" / "x", "--to", "hf"), 2, "cannot be written: Not a directory"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from colossus.config import load_config
-from colossus.config.launch_section import RestartsSection
+from colossus.config.sections import RestartsSection
 from colossus.context.grid import build_grid
 from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
 from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd

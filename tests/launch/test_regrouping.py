@@ -24,7 +24,7 @@ from helpers.ports import free_port
 from helpers.restart_faults import CONFIG, restarts_of
 
 from colossus.config import ConfigError, state_config
-from colossus.launch.node_plans import NodePlans, NodeRange
+from colossus.launch.auto_plan import NodePlans, NodeRange
 from colossus.launch.nodes import _seniority
 
 

@@ -18,7 +18,7 @@ from helpers.launching import LAUNCH, children, failed_ranks, finish, has_rows, 
 from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
-from colossus.config.launch_section import RestartsSection
+from colossus.config.sections import RestartsSection
 from colossus.launch import agent, attempt_log, command, local_processes, run_folder
 from colossus.launch.attempts import Attempts
 from colossus.launch.auto_plan import Planned
