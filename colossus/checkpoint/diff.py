@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from colossus.checkpoint.manifest import Manifest
 from colossus.checkpoint.matching import matches, natural_order
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
+from colossus.config import by_path
 from colossus.layout.layout import Box
 
 #: fields of a manifest that are no state
@@ -161,22 +163,12 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
         yield ((start, min(start + rows, shape[0])), *whole[1:])
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of a nest with their paths; tags of `values.encode` are no part of a path."""
-    if isinstance(value, Mapping) and value:
-        for key, element in value.items():
-            yield from _flat(element, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
-    elif isinstance(value, list) and value:
-        for index, element in enumerate(value):
-            yield from _flat(element, f"{path}.{index}")
-    else:
-        yield path, value
-
-
 def _differing(
     a: CheckpointReader, b: CheckpointReader, nest_of: Callable[[Manifest], Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
     """Return the paths at which two nests differ, with both values as text, in which NaN is equal to NaN."""
-    texts_a, texts_b = ({path: repr(value) for path, value in _flat(nest_of(reader.manifest))} for reader in (a, b))
+    nests = (by_path(nest_of(reader.manifest), lists=True) for reader in (a, b))
+    # tags of `values.encode` are no part of a path
+    texts_a, texts_b = ({re.sub(r"\.\$\w+", "", path): repr(value) for path, value in nest} for nest in nests)
     pairs = {path: (texts_a.get(path, "absent"), texts_b.get(path, "absent")) for path in {**texts_a, **texts_b}}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}

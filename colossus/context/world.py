@@ -43,8 +43,8 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
         note = explain_visible(os.environ, count)
         raise ValueError(
             f"local rank {local} has no CUDA device: {counted_devices(count)} here{note and f' ({note})'}; use "
-            f"--nproc {count} or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices slowly: "
-            f"their messages go through the memory of the host"
+            f"--nproc {count} or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share "
+            f"devices slowly: their messages go through the memory of the host"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)

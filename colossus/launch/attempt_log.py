@@ -22,7 +22,7 @@ from colossus.launch import run_folder
 from colossus.launch.decide import RollbackOrder
 from colossus.launch.ends import RankEnd
 from colossus.launch.run_metrics import RunMetrics
-from colossus.monitor.row_file import append_whole
+from colossus.monitor.row_file import append_whole, read_rows
 
 ROWS = "attempts.jsonl"
 
@@ -55,16 +55,14 @@ def read_launches(folder: Path) -> list[dict[int, dict[str, Any]]]:
     """Return `read` of each launch in this folder, the last one at the end."""
     launches: list[dict[int, dict[str, Any]]] = []
     launch = None
-    with suppress(OSError):
-        for line in (folder / ROWS).read_bytes().splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # an incomplete row
-                row = json.loads(line)
-                number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
-                if not launches or (number == 0 and "began" in row) or row.get("launch") != launch:
-                    launches.append({})
-                launch = row.get("launch")
-                attempt = launches[-1].setdefault(number, {"ranks": []})
-                attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
+    for row in read_rows(folder / ROWS):
+        with suppress(KeyError, TypeError):  # a row of something else
+            number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
+            if not launches or (number == 0 and "began" in row) or row.get("launch") != launch:
+                launches.append({})
+            launch = row.get("launch")
+            attempt = launches[-1].setdefault(number, {"ranks": []})
+            attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
     return launches
 
 

@@ -20,6 +20,7 @@ import colossus
 from colossus import machine
 from colossus.checkpoint.folder import name_of
 from colossus.config import Config, ConfigError, as_dict, without_credentials
+from colossus.monitor.row_file import read_rows
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 #: the config that the launcher has resolved, for the ranks of its node
@@ -244,14 +245,4 @@ def _git_commit() -> str | None:
 
 def last_metrics(folder: Path) -> dict[str, Any] | None:
     """Return the last complete row of the run's metrics, or None."""
-    try:
-        lines = (folder / METRICS).read_bytes().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        return row if isinstance(row, dict) else None
-    return None
+    return next(read_rows(folder / METRICS, newest_first=True), None)

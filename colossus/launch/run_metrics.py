@@ -6,9 +6,9 @@ import json
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from colossus.config import by_path
+from colossus.monitor.row_file import read_rows
 
 
 class RunMetrics:
@@ -31,13 +31,7 @@ class RunMetrics:
     def __init__(self, path: Path) -> None:
         self.path = path
         replicas = _replicas(path.parent)
-        rows: dict[int, dict[str, Any]] = {}
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-                rows[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError):  # an incomplete row of a run that was killed
-                continue
+        rows = {int(row["step"]): row for row in read_rows(path) if "step" in row}
         self.steps = sorted(rows)
         self.rows = [rows[step] for step in self.steps]
         for row in self.rows:

@@ -6,12 +6,23 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from colossus.config import ConfigError
+
+
+def read_rows(path: Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file, none where there is no file, without those that a killed run has left incomplete."""
+    with suppress(OSError):
+        lines = path.read_bytes().splitlines()
+        for line in reversed(lines) if newest_first else lines:
+            with suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 class RowFile:
