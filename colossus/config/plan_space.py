@@ -62,7 +62,10 @@ def with_groups_of(before: Parallel, after: Parallel) -> Parallel:
         expert = after.sequence.size * num_sharing
     elif neighbours > 1:
         expert = num_sharing
-    update: dict[str, Any] = {"expert": before.expert.model_copy(update={"size": expert})}
+    # only what changes: a section that is not set must not become one that is
+    update: dict[str, Any] = {}
+    if expert != before.expert.size:
+        update["expert"] = before.expert.model_copy(update={"size": expert})
     if shard is not None:
         shard = _divisor(after.data, shard, num_sharing)
         update["zero"] = before.zero.model_copy(update={"shard": shard})
@@ -71,7 +74,9 @@ def with_groups_of(before: Parallel, after: Parallel) -> Parallel:
         changes["hosts"] = _divisor(after.data, hosts * after.data // before.data)
     if isinstance(per_host, int):
         changes["per_host"] = _divisor(after.data, per_host)
-    return after.model_copy(update={**update, "strategy": before.strategy.model_copy(update=changes)})
+    if changes:
+        update["strategy"] = before.strategy.model_copy(update=changes)
+    return after.model_copy(update=update)
 
 
 def _divisor(data: int, most: int, unit: int = 1) -> int:

@@ -77,6 +77,7 @@ def test_data_becomes_smaller_and_the_batch_stays(parallel: dict[str, Any], proc
     fitted, message = fit_plan(config, processes)
     assert resolve_sizes(fitted) == config_of(changes, **parallel)
     assert bool(message) == bool(changes)
+    assert fitted.parallel.model_fields_set == config.parallel.model_fields_set
     if changes:
         assert world_size(fitted.parallel) == processes
         assert fitted.train == config.train
