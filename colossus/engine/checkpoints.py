@@ -64,14 +64,12 @@ class Checkpoints:
         weights_from: the checkpoint whose weights were loaded, or None.
         weights_match: the match of its tensors to the model's.
         stall_seconds: time that training has waited for checkpoints, since the engine was made.
-        on_progress: called from any thread when a part of a checkpoint was written or read, as a sign of life.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._config = run, run.config.checkpoint
-        self.on_progress: Callable[[], None] = lambda: None
-        self._saver = Saver(run, lambda: self.on_progress())
-        self.resumer = Resumer(run, self._saver, lambda: self.on_progress())
+        self._saver = Saver(run)
+        self.resumer = Resumer(run, self._saver)
         self._has_begun = self.is_restart = self.save_requested = False
         self.resume_from = self._config.resume
         self.rollback: tuple[int | None, int | None, float] = (None, 0, 0.0)
@@ -82,8 +80,7 @@ class Checkpoints:
 
     def take_over(self, launched: Launched) -> None:
         """Resume as a launcher decides it."""
-        self.resume_from, self.on_progress, self.is_restart = launched.resume, launched.on_progress, launched.is_restart
-        self.rollback = launched.rollback
+        self.resume_from, self.is_restart, self.rollback = launched.resume, launched.is_restart, launched.rollback
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
@@ -266,11 +263,7 @@ class Checkpoints:
         matches: list[WeightMatch] = []
 
         def take(reader: CheckpointReader) -> None:
-            matches.append(
-                load_weights(
-                    self._run, reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
-                )
-            )
+            matches.append(load_weights(self._run, reader, only=only, rename=rename, strict=strict, grow=grow))
 
         self.weights_from = self.resumer.read(lambda damaged: find_weights(path, damaged), take, average)
         self._has_begun = True

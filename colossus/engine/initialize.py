@@ -155,7 +155,8 @@ def make_engine(
         rules = () if whole.groups is None else whole.groups.description
         engine = Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing, rules)
         if launched is not None:
-            run.folder, strategy.on_progress = launched.folder, launched.on_progress
+            run.folder, run.on_progress = launched.folder, launched.on_progress
+            strategy.on_progress = launched.on_progress
             engine.checkpoints.take_over(launched)
         failing.pop_all()
         return engine

@@ -46,7 +46,7 @@ def take_reference(run: Run, resumer: Resumer) -> None:
         more = {name: getattr(own, name) for name in ("only", "rename", "strict", "grow")}
     if path is not None:
         with under_key(key):
-            take = partial(load_weights, run, reference=reference, on_progress=resumer.on_progress, **more)
+            take = partial(load_weights, run, reference=reference, **more)
             folder = resumer.read(lambda damaged: find_weights(path, damaged), take, average)
         run.config = _with_folder(run.config, key, os.path.abspath(folder or path))
         reference.weights_path = path

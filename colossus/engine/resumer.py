@@ -46,11 +46,10 @@ class Resumer:
     Args:
         run: the run.
         saver: its saves.
-        on_progress: called when a part of a checkpoint was read.
     """
 
-    def __init__(self, run: Run, saver: Saver, on_progress: Callable[[], None]) -> None:
-        self._run, self._saver, self.on_progress = run, saver, on_progress
+    def __init__(self, run: Run, saver: Saver) -> None:
+        self._run, self._saver = run, saver
         self._config = run.config.checkpoint
 
     def resume(self, wanted: str | None) -> Resumed | None:
@@ -117,7 +116,7 @@ class Resumer:
             return None
         try:
             with torch.inference_mode(False), reader:
-                restore(self._run, reader, self.on_progress)
+                restore(self._run, reader)
         except CheckpointError as error:  # on all ranks, for example if another host cannot be reached any more
             problem = f"the checkpoint in memory {reader.folder.name} cannot be loaded: {error}"
             if is_all:  # no CheckpointError, which would end the run: the next attempt may succeed
@@ -159,7 +158,7 @@ class Resumer:
         manifests: list[Manifest] = []
 
         def take(reader: CheckpointReader) -> None:
-            restore(self._run, reader, self.on_progress)
+            restore(self._run, reader)
             manifests.append(reader.manifest)
 
         path = self.read(find, take)

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +28,14 @@ class Saver:
 
     Args:
         run: the run.
-        on_progress: called from any thread when a part of a checkpoint was written.
 
     Attributes:
         saved_step: steps done at the start of the last save; None if it does not have the current state.
         stall_seconds: time that training has waited for saves.
     """
 
-    def __init__(self, run: Run, on_progress: Callable[[], None]) -> None:
-        self._run, self._config, self._on_progress = run, run.config.checkpoint, on_progress
+    def __init__(self, run: Run) -> None:
+        self._run, self._config = run, run.config.checkpoint
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.saved_step: int | None = None
         self.stall_seconds = 0.0
@@ -64,7 +62,7 @@ class Saver:
         """Return the checkpoints in memory; None if the config wants none, or no launcher has made their folder."""
         root = os.environ.get(folder.MEMORY)
         if self._memory is None and root is not None and self._config.memory_every:
-            self._memory = MemoryStore(Path(root), self._run.context, self._config.memory_copies, self._on_progress)
+            self._memory = MemoryStore(Path(root), self._run.context, self._config.memory_copies, self._run.on_progress)
         return self._memory
 
     def save(self, *, background: bool | None = None) -> Save:
@@ -76,7 +74,7 @@ class Saver:
         if self._disk is None:
             keep_last, keep_every = self._config.keep_last, self._config.keep_every
             self._disk = DiskStore(
-                self.root, self._run.context, keep_last=keep_last, keep_every=keep_every, on_block=self._on_progress
+                self.root, self._run.context, keep_last=keep_last, keep_every=keep_every, on_block=self._run.on_progress
             )
         self._save = self._put(self._disk, background, began)
         self.saved_step = self._run.completed_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from colossus.state.whole_state import load_whole
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
 
 
-def restore(run: Run, reader: CheckpointReader, on_progress: Callable[[], None] = lambda: None) -> None:
+def restore(run: Run, reader: CheckpointReader) -> None:
     """Resume from a checkpoint, saved under any plan. Collective.
 
     Raises:
@@ -49,7 +49,7 @@ def restore(run: Run, reader: CheckpointReader, on_progress: Callable[[], None] 
             f"checkpoint.weights, or engine.checkpoints.load_weights, begins a run with them"
         )
     require_same_reference(run, reader)
-    reader.verify(run.world, on_progress)
+    reader.verify(run.world, run.on_progress)
     with as_shards(), torch.no_grad():
         parts = parts_of(run)
         match = require_same_model(reader, whole_tensors(run.model, run.context))
@@ -108,7 +108,6 @@ def load_weights(
     rename: Rename | None = None,
     strict: bool = True,
     grow: Sequence[str] = (),
-    on_progress: Callable[[], None] = lambda: None,
     reference: nn.Module | None = None,
 ) -> WeightMatch:
     """Load parameters and buffers alone (`match_weights`). Collective.
@@ -134,7 +133,7 @@ def load_weights(
             )  # fmt: skip
         except CheckpointError as error:
             raise CheckpointError(f"{reader.folder}: {error}") from None
-        reader.verify(run.world, on_progress)
+        reader.verify(run.world, run.on_progress)
         is_whole = only is None and reference is None  # a part may know other tokens
         assets = _read_assets(run, reader) if is_whole else run.assets
         on_all_ranks(run.world, lambda: load_matched(reader, match, parts, None), _MIXED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,7 @@ class Run:
         completed_steps: optimizer steps done.
         rolled_back: time of the last rollback that left batches out, in seconds since the epoch; 0 for none.
         folder: folder in which the launcher keeps the files of this run; None outside of a launch.
+        on_progress: called from any thread when a part of a checkpoint was written or read, as a sign of life.
         stop: this rank's request to stop (`results.addend`); 0 for none.
         owes_evaluation: whether the evaluation after the last step is not complete: it runs, or a stop has left it out.
         is_resumed: whether the run was restored from a checkpoint and no step has run since.
@@ -77,6 +78,7 @@ class Run:
     completed_steps: int = 0
     rolled_back: float = 0.0
     folder: Path | None = None
+    on_progress: Callable[[], None] = lambda: None
     stop: float = 0.0
     owes_evaluation: bool = False
     is_resumed: bool = False
