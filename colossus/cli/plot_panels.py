@@ -136,7 +136,8 @@ def _panel(
     lines: list[Line] = []
     for at, (name, run) in enumerate(runs.items()):
         for key in filter(run.numbers.__contains__, labels):
-            colour, is_evaluated = colours.index(owners[key]) * len(runs) + at, _is_evaluated(key)
+            colour = colours.index(owners[key]) * len(runs) + at
+            is_evaluated = key.rpartition(".")[2].startswith(EVALUATED)
             rows = list(run.numbers[key])
             x, y = [places[name][row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
             if view.is_smoothed and smooth > 1 and not is_evaluated:
@@ -145,10 +146,6 @@ def _panel(
             label = _line_name(name, key, labels[key], len(runs), len(labels))
             lines.append(Line(label, x, y, "markers" if is_evaluated else "line", colour))
     return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
-
-
-def _is_evaluated(key: str) -> bool:
-    return key.rpartition(".")[2].startswith(EVALUATED)
 
 
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:

@@ -53,7 +53,8 @@ def render_layers(config: Config) -> str:
             continue
         sends, alone = _bytes_per_token(module)
         saved += alone - sends
-        kind = swap.became if swap is not None else type(module).__name__ + _split(module)
+        split = f"({module.split})" if isinstance(module, Linear) and module.split else ""
+        kind = swap.became if swap is not None else f"{type(module).__name__}{split}"
         weight = getattr(module, "weight", None)
         shape = " x ".join(map(str, local_shape(weight))) if weight is not None else "-"
         rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
@@ -159,10 +160,6 @@ def _bytes_per_token(module: nn.Module) -> tuple[float, float]:
         elements = sum((side.forward + side.backward).elements for side in (moved.x, moved.y))
         sent.append(elements / rows * module.context.precision.compute.itemsize)
     return sent[0], sent[1]
-
-
-def _split(module: nn.Module) -> str:
-    return f"({module.split})" if isinstance(module, Linear) and module.split else ""
 
 
 def _size(num_bytes: float) -> str:

@@ -138,7 +138,8 @@ class ReplicaCheck:
                 self._raise(step, checksums)
 
     def _raise(self, step: int, checksums: Tensor) -> None:
-        by_rank = all_gather_object(_by_copy(self._copies, checksums), self._group)
+        own = dict(zip(self._copies, checksums.tolist(), strict=False))
+        by_rank: list[dict[Copy, int]] = all_gather_object(own, self._group)
         differing = _differing(by_rank, self._group.ranks)
         names = list(dict.fromkeys(name for name, _ in differing))
         lines = [f"{name}: {_described(values)}" for (name, _), values in [*differing.items()][:_MOST]]
@@ -183,10 +184,6 @@ def _mixed(numbers: Tensor) -> Tensor:
 def _signed(number: int) -> int:
     """Return a number modulo 2^64 as an int64."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _by_copy(copies: list[Copy], checksums: Tensor) -> dict[Copy, int]:
-    return dict(zip(copies, checksums.tolist(), strict=False))
 
 
 def _differing(by_rank: list[dict[Copy, int]], ranks: Sequence[int]) -> dict[Copy, dict[int, list[int]]]:
