@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import world_size
+from colossus.config.schema import Parallel
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
@@ -24,6 +24,7 @@ from colossus.planner.score import split_by_time
 from colossus.planner.step_timeline import RankTimeline, play_step, ranks_for
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
+from colossus.schedule.actions import COMPUTE
 from colossus.schedule.simulate import Simulation, Span
 
 #: microbatches for each rank after which a pipeline is in its steady state: each more takes the same time
@@ -92,8 +93,52 @@ class Estimator:
         player = self.player(config)
         ranks = ranks_for(player, config, profile, stages_of(config, profile.facts))
         memory = memory_of(config, profile, ranks) if memory is None else memory
-        timelines = [RankTimeline(profile, rank, player) for rank in ranks]
-        return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
+        lines = [RankTimeline(profile, rank, player) for rank in ranks]
+        transfer = _transfer_seconds(lines, player)
+        spans, sums_end = play_step(lines, transfer)
+        parameters = len(profile.facts.parameters) / len(lines)
+        updates = [update_seconds(self.hardware, rank.stored, parameters) for rank in memory.ranks]
+        ends = [max(own[-1].end if own else 0.0, end) for own, end in zip(spans, sums_end, strict=True)]
+        finishes = [line.end + update for line, update in zip(lines, updates, strict=True)]
+        alone = max(line.begin for line in lines) + max(ends) + max(finishes)
+        busy = [
+            sum(span.end - span.start for span in own) + line.begin + finish
+            for own, line, finish in zip(spans, lines, finishes, strict=True)
+        ]
+        seconds = max(alone, self._shared(config, busy))
+        costs = [line.axes(own, transfer) for line, own in zip(lines, spans, strict=True)]
+        busiest = max(range(len(busy)), key=busy.__getitem__)
+        parts = _parts(lines[busiest], spans[busiest], costs[busiest])
+        parts |= {"optimizer": updates[busiest], "waiting for cores": seconds - alone}
+        parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+        batch, devices = config.train.global_batch_size, world_size(config.parallel)
+        peak = self.hardware.peak_flops(config.train.precision.compute)
+        return PlanEstimate(
+            config=config,
+            overrides=tuple(overrides),
+            seconds=seconds,
+            tokens=profile.tokens * batch,
+            flops=self.flops_per_sample(config) * batch or None,
+            peak_flops=None if peak is None else peak * devices,
+            memory=memory,
+            axes=_fullest(costs),
+            parts={name: value for name, value in parts.items() if value},
+            bubble=Simulation(spans).bubble if len(lines) > 1 else 0.0,
+            spans=spans,
+        )
+
+    def _shared(self, config: Config, busy: Sequence[float]) -> float:
+        """Return the least seconds of a step whose ranks share the cores of their host (see `Hardware.slowdown`).
+
+        Args:
+            config: the config of the plan.
+            busy: seconds for which each pipeline rank has work.
+        """
+        at_once = self.hardware.at_once
+        if at_once is None:
+            return 0.0
+        copies = world_size(config.parallel) / len(busy)
+        return sum(busy) * copies / self.hosts / at_once
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
         """Return the profile of a config's layout.
@@ -128,22 +173,13 @@ class Estimator:
 
         MFU counts the same operations (`colossus.monitor.mfu`).
         """
-        parallel = config.parallel
-        alone = parallel.model_copy(
-            update={
-                "data": 1,
-                "pipeline": parallel.pipeline.model_copy(update={"size": 1}),
-                "tensor": type(parallel.tensor)(),
-                "sequence": type(parallel.sequence)(),
-                "expert": type(parallel.expert)(),
-                "zero": type(parallel.zero)(),
-            }
-        )
-        train = config.train.model_copy(
-            update={"global_batch_size": 1, "activation_checkpoint": type(config.train.activation_checkpoint)()}
-        )
-        schedule = type(config.schedule)()
-        one_sample = config.model_copy(update={"parallel": alone, "train": train, "schedule": schedule})
+        train = {"global_batch_size": 1, "activation_checkpoint": type(config.train.activation_checkpoint)()}
+        alone = {
+            "parallel": Parallel(data=1),
+            "train": config.train.model_copy(update=train),
+            "schedule": type(config.schedule)(),
+        }
+        one_sample = config.model_copy(update=alone)
         blocks = self.profile(one_sample).blocks
         return sum(trace.model_flops for block in blocks for trace in (block.forward, block.backward))
 
@@ -182,129 +218,25 @@ def _with_microbatches(config: Config, number: int) -> Config:
 # -- a step ---------------------------------------------------------------------------------------------------
 
 
-class _Composed:
-    """The step of a plan, composed of the timelines of its pipeline ranks."""
+def _transfer_seconds(lines: Sequence[RankTimeline], player: TracePlayer) -> float:
+    """Return the seconds of the largest message from stage to stage."""
+    if len(lines) == 1:
+        return 0.0
+    most = max(lines[0].profile.blocks[stop - 1].passed for stop in lines[0].stages.bounds[1:-1])
+    return player.placement.seconds(player.hardware, "send", "pipeline", most)
 
-    def __init__(
-        self,
-        estimator: Estimator,
-        config: Config,
-        overrides: tuple[str, ...],
-        profile: LayoutProfile,
-        ranks: Sequence[RankTimeline],
-        memory: PlanMemory,
-        player: TracePlayer,
-    ) -> None:
-        self.estimator, self.config, self.overrides, self.profile = estimator, config, overrides, profile
-        self.ranks, self.memory, self.player, self.hardware = ranks, memory, player, estimator.hardware
 
-    def estimate(self) -> PlanEstimate:
-        spans, sums_end = play_step(self.ranks, self.transfer)
-        begins = max(rank.begin for rank in self.ranks)
-        ends = [max(own[-1].end if own else 0.0, end) for own, end in zip(spans, sums_end, strict=True)]
-        updates = [update_seconds(self.hardware, rank.stored, self._parameters) for rank in self.memory.ranks]
-        alone = begins + max(ends) + max(
-            rank.end + update for rank, update in zip(self.ranks, updates, strict=True)
-        )  # fmt: skip
-        busy = [self._busy(number, spans[number]) + updates[number] for number in range(len(self.ranks))]
-        seconds = max(alone, self._shared(busy))
-        costs = [rank.axes(own) for rank, own in zip(self.ranks, spans, strict=True)]
-        for cost, messages in zip(costs, self._messages(spans), strict=True):
-            if messages.bytes:
-                cost["pipeline"] = cost.get("pipeline", AxisCost()) + messages
-        fullest = max(range(len(busy)), key=busy.__getitem__)
-        simulation = Simulation(spans)
-        train = self.config.train
-        flops = self.estimator.flops_per_sample(self.config) * train.global_batch_size
-        return PlanEstimate(
-            config=self.config,
-            overrides=self.overrides,
-            seconds=seconds,
-            tokens=self.profile.tokens * train.global_batch_size,
-            flops=flops or None,
-            peak_flops=self._peak(),
-            memory=self.memory,
-            axes=_fullest(costs),
-            parts=self._parts(fullest, spans[fullest], costs[fullest], updates[fullest], alone, seconds),
-            bubble=simulation.bubble if len(self.ranks) > 1 else 0.0,
-            spans=spans,
-        )
-
-    @cached_property
-    def transfer(self) -> float:
-        """Return the seconds of the largest message from stage to stage."""
-        bounds = self.ranks[0].stages.bounds
-        sizes = [self.profile.blocks[stop - 1].passed for stop in bounds[1:-1]]
-        if len(self.ranks) == 1:
-            return 0.0
-        return self.player.placement.seconds(self.hardware, "send", "pipeline", max(sizes))
-
-    def _messages(self, spans: Sequence[Sequence[Span]]) -> list[AxisCost]:
-        """Return the cost of each rank's messages to other stages. Waiting for them is part of the bubble."""
-        bounds = self.ranks[0].stages.bounds
-        costs = []
-        for own in spans:
-            cost = AxisCost()
-            for span in own:
-                action = span.action
-                if action.kind == "send_activation":
-                    size = self.profile.blocks[bounds[action.stage + 1] - 1].passed
-                elif action.kind == "send_gradient":
-                    size = self.profile.blocks[bounds[action.stage] - 1].passed_back
-                else:
-                    continue
-                cost += AxisCost(float(size), self.transfer)
-            costs.append(cost)
-        return costs
-
-    @property
-    def _parameters(self) -> float:
-        """Return the mean number of parameters on a rank."""
-        return len(self.profile.facts.parameters) / len(self.ranks)
-
-    def _busy(self, number: int, spans: Sequence[Span]) -> float:
-        rank = self.ranks[number]
-        return sum(span.end - span.start for span in spans) + rank.begin + rank.end
-
-    def _shared(self, busy: Sequence[float]) -> float:
-        """Return the least seconds of a step whose ranks share the cores of their host (see `Hardware.slowdown`)."""
-        at_once = self.hardware.at_once
-        if at_once is None:
-            return 0.0
-        copies = world_size(self.config.parallel) / len(self.ranks)
-        return sum(busy) * copies / self.estimator.hosts / at_once
-
-    def _peak(self) -> float | None:
-        peak = self.hardware.peak_flops(self.config.train.precision.compute)
-        return None if peak is None else peak * world_size(self.config.parallel)
-
-    def _parts(
-        self,
-        number: int,
-        spans: Sequence[Span],
-        costs: dict[str, AxisCost],
-        update: float,
-        alone: float,
-        seconds: float,
-    ) -> dict[str, float]:
-        """Return the seconds of a step on one rank by part; they add up to ``seconds``."""
-        rank = self.ranks[number]
-        parts = dict.fromkeys(("forward", "backward", "recomputation"), 0.0)
-        for span in spans:
-            kind = span.action.kind
-            if kind not in ("forward", "backward", "backward_input", "backward_weight"):
-                continue
-            cost = rank.cost(span.action)
+def _parts(line: RankTimeline, spans: Sequence[Span], costs: Mapping[str, AxisCost]) -> dict[str, float]:
+    """Return the seconds by part in which a rank computes, or waits for collectives."""
+    parts = dict.fromkeys(("forward", "backward", "recomputation"), 0.0)
+    for span in spans:
+        if span.action.kind in COMPUTE:
+            cost = line.cost(span.action)
             exposed = sum(axis_cost.exposed for axis_cost in cost.axes.values())
             parts["recomputation"] += cost.repeated
-            parts["forward" if kind == "forward" else "backward"] += cost.computing - exposed - cost.repeated
-        for axes, axis_cost in sorted(costs.items()):
-            if axis_cost.exposed:
-                parts[f"over {axes}"] = axis_cost.exposed
-        parts["optimizer"] = update
-        parts["waiting for cores"] = seconds - alone
-        parts["bubble"] = max(0.0, alone - sum(parts.values()) + parts["waiting for cores"])
-        return {name: value for name, value in parts.items() if value}
+            name = "forward" if span.action.kind == "forward" else "backward"
+            parts[name] += cost.computing - exposed - cost.repeated
+    return parts | {f"over {axes}": cost.exposed for axes, cost in sorted(costs.items()) if cost.exposed}
 
 
 def _fullest(costs: Sequence[dict[str, AxisCost]]) -> dict[str, AxisCost]:

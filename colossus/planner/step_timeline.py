@@ -210,11 +210,16 @@ class RankTimeline:
                 parts += [self.player.play(trace.once) for trace in traces if trace is not None and trace.once]
         return parts
 
-    def axes(self, spans: Sequence[Span]) -> dict[str, AxisCost]:
-        """Return the cost of the rank's collectives in a step, by axes, without messages between stages.
+    def axes(self, spans: Sequence[Span], transfer: float) -> dict[str, AxisCost]:
+        """Return the cost of the rank's collectives in a step and of its messages to other stages, by axes.
 
         Collectives before the first forward and after the last backward are exposed. Those beside blocks share the
-        seconds for which blocks wait for them, in proportion to their own seconds.
+        seconds for which blocks wait for them, in proportion to their own seconds. Waiting for messages is part of the
+        bubble.
+
+        Args:
+            spans: the rank's actions.
+            transfer: seconds of a message.
         """
         inside = [self.cost(span.action).axes for span in spans if span.action.kind in COMPUTE]
         inside += [played.axes for kind in ("forward", "backward") for played in self._once(kind)]
@@ -229,6 +234,13 @@ class RankTimeline:
             exposed = cost.seconds * (apart[collective] + share * (times - apart[collective]))
             step_cost = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
             out[collective.axes] = out.get(collective.axes, AxisCost()) + step_cost
+        blocks, bounds = self.profile.blocks, self.stages.bounds
+        for action in (span.action for span in spans):
+            if action.kind in ("send_activation", "send_gradient"):
+                forward = action.kind == "send_activation"
+                border = blocks[bounds[action.stage + forward] - 1]
+                message = AxisCost(float(border.passed if forward else border.passed_back), transfer)
+                out["pipeline"] = out.get("pipeline", AxisCost()) + message
         return out
 
     def _waiting(self, action: Action) -> float:
