@@ -24,7 +24,7 @@ from colossus.config import Config, load_config
 from colossus.hardware.data_sheets import NETWORK_STEP, FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.planner.estimate import Estimator
-from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.layout_profile import LayoutProfile
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.plan_stages import layout_key
 

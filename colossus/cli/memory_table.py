@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossus.arithmetic import aligned, byte_count
-from colossus.planner.rank_memory import PlanMemory, RankMemory
+from colossus.planner.plan_estimate import PlanMemory, RankMemory
 
 #: explanation of each kind of memory
 MEANINGS = {

@@ -66,7 +66,9 @@ def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
         gradients, states = 0, 0
     if not zero.stage:
         return elements * (params + states), elements * gradients
-    whole = min(params, compute) if zero.stage < 3 else min(params, compute) / ranks * (not zero.offload)
+    whole: float = min(params, compute)
+    if zero.stage == 3 and parallel.tensor.weights == "matmul":  # else gathered weights stay for their backward
+        whole *= (not zero.offload) / ranks
     return elements * (whole + (0 if zero.offload else states / ranks)), elements * gradients / ranks
 
 

@@ -13,12 +13,10 @@ from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.candidates import samples_of
-from colossus.planner.layout_blocks import LayoutProfile
-from colossus.planner.layout_profile import profile_layout
+from colossus.planner.layout_profile import LayoutProfile, profile_layout
 from colossus.planner.memory import memory_of
-from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
+from colossus.planner.plan_estimate import AxisCost, PlanEstimate, PlanMemory, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
-from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.rank_parameters import PlanAxes
 from colossus.planner.score import split_by_time
 from colossus.planner.step_timeline import RankTimeline, play_step, ranks_for

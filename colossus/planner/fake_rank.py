@@ -9,11 +9,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from colossus.comm import shared_memory
-from colossus.config import Config
+from colossus.config import Config, ConfigError
+from colossus.config.errors import as_config_errors
+from colossus.config.plans import name_of
 from colossus.construct.build_model import replace_tensors, wide_parameters
 from colossus.context.grid import build_grid
 from colossus.context.parallel_context import ParallelContext
@@ -46,6 +52,23 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
         sys.excepthook = excepthook
         shared_memory.enable(shared)
+
+
+@contextmanager
+def errors_of_model(config: Config) -> Iterator[None]:
+    """Turn errors of a model or its data into ConfigErrors, inside the context; a config without them is one, too."""
+    if config.model is None or config.data is None:
+        missing = "model" if config.model is None else "data"
+        raise ConfigError(f"{missing}: the config has none, and the cost of a plan depends on it", config.source)
+    try:
+        with as_config_errors(source=config.source):
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"the cost of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the values "
+            f"of a batch ({error})",
+            config.source,
+        ) from error
 
 
 @contextmanager

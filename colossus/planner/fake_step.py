@@ -8,15 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
 import colossus
@@ -32,7 +30,7 @@ from colossus.optim.logical_tensors import Sums
 from colossus.optim.whole import WholeParameters
 from colossus.planner.device_play import DeviceEvent, DeviceRecord
 from colossus.planner.fake_engine import fake_engines
-from colossus.planner.fake_rank import fake_world
+from colossus.planner.fake_rank import errors_of_model, fake_world
 from colossus.planner.memory import COUNTED_STRATEGIES
 from colossus.planner.sample_batch import repeated, sample_of
 from colossus.planner.stage_values import stage_values
@@ -42,7 +40,7 @@ from colossus.schedule.transport import ValueSpec, batch_signature
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """Bytes that one rank stores between steps; see `colossus.planner.rank_memory.StoredBytes`."""
+    """Bytes that one rank stores between steps; see `colossus.planner.plan_estimate.StoredBytes`."""
 
     weights: int
     gradients: int
@@ -113,9 +111,6 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bo
         ConfigError: the config has no model or data, the model or data cannot be built or read, sizes depend on a
             batch's values, or replicas of the strategy do not wait for each other.
     """
-    if config.model is None or config.data is None:
-        missing = "model" if config.model is None else "data"
-        raise ConfigError(f"{missing}: the config has none, and a step needs one", config.source)
     kind = config.parallel.data_strategy["type"]
     if kind not in COUNTED_STRATEGIES:
         raise ConfigError(
@@ -123,7 +118,7 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bo
             f"the other ranks",
             config.source,
         )
-    with _errors_of(config):
+    with errors_of_model(config):
         batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
         return [_run_rank(config, rank, batch, on_cpu) for rank in ranks or ranks_of_pipeline(config)]
 
@@ -211,21 +206,3 @@ def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None
         transport.links.takes_early = False  # receives are posted as with NCCL, and between processes of one host
         first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
         transport.expect(values, batch_signature(first))
-
-
-@contextmanager
-def _errors_of(config: Config) -> Iterator[None]:
-    """Turn errors of a model or its data into ConfigErrors."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        assert config.model is not None
-        raise ConfigError(
-            f"a step of {name_of(config.model.type)} cannot be run without values: sizes of its tensors depend on the "
-            f"values of a batch ({error})",
-            config.source,
-        ) from error

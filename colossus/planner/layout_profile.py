@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
@@ -34,16 +33,65 @@ from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipe
 from colossus.layout.parameter import spec_of
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_engine import balanced_experts, fake_channels
-from colossus.planner.fake_rank import fake_rank, gathered_parameters, give_sizes
+from colossus.planner.fake_rank import errors_of_model, fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.layout_blocks import BlockProfile, LastingBytes, LayoutProfile
 from colossus.planner.optimizer_memory import OptimizerMemory
-from colossus.planner.parameter_facts import facts_of
-from colossus.planner.recorded_memory import BackwardLevels, LastingWeights
+from colossus.planner.parameter_facts import ModelFacts, facts_of
+from colossus.planner.recorded_memory import BackwardLevels, LastingBytes, LastingWeights, Level
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
+from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
+
+
+@dataclass(eq=False)
+class BlockProfile:
+    """One block of the model for one microbatch, on one rank. Equal blocks share a profile.
+
+    Attributes:
+        forward, backward: traces; a backward includes its recomputation.
+        saved: bytes from its forward to its backward, its output included.
+        forward_peak: the most bytes while its forward runs, beyond those that the blocks before it save.
+        passed: bytes of its output.
+        passed_back: bytes of the gradient of its output.
+        lasting: bytes for all microbatches of a step; they are in no other bytes.
+        levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
+        wgrad: trace of the part of backward that a schedule may run later; None if the backward is not split.
+        deferred: bytes that are alive from the end of backward to ``wgrad``; None if the backward is not split.
+        wgrad_levels: levels of ``wgrad``, activations beyond ``deferred``.
+    """
+
+    forward: Trace
+    saved: int
+    forward_peak: int
+    passed: int
+    passed_back: int
+    lasting: LastingBytes
+    backward: Trace = field(default_factory=Trace)
+    levels: Sequence[Level] = ()
+    wgrad: Trace | None = None
+    deferred: int | None = None
+    wgrad_levels: Sequence[Level] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutProfile:
+    """The profile of a model.
+
+    Attributes:
+        blocks: all blocks in order; a model that is no chain is one block.
+        facts: facts of the model's parameters.
+        optimizer: memory of the optimizer.
+        tokens: tokens of a sample, or what else the loss counts.
+        sample: a batch of one sample of the data.
+    """
+
+    blocks: Sequence[BlockProfile]
+    facts: ModelFacts
+    optimizer: OptimizerMemory
+    tokens: int
+    sample: Any
 
 
 def profile_layout(
@@ -67,23 +115,13 @@ def profile_layout(
     Raises:
         ConfigError: the config has no model or data, they cannot be built or read, or sizes depend on a batch's values.
     """
-    if config.model is None or config.data is None:
-        missing = "model" if config.model is None else "data"
-        raise ConfigError(f"{missing}: the config has none, and the cost of a plan depends on it", config.source)
     try:
-        with fake_rank(config) as context:
+        with errors_of_model(config), fake_rank(config) as context:
             return _profile(config, context, split_backward, is_sharded, on_cpu, other)
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"the cost of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the values "
-            f"of a batch ({error})",
-            config.source,
-        ) from error
     except Exception as error:  # raised by the model's own code
+        assert config.model is not None
         add_place(error)
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         raise ConfigError(f"{name_of(config.model.type)} raises {words}", config.source) from error

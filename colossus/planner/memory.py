@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from colossus.config import Config
 from colossus.config.plans import name_of
-from colossus.planner.layout_blocks import LayoutProfile
-from colossus.planner.layout_profile import profile_layout
+from colossus.planner.layout_profile import LayoutProfile, profile_layout
 from colossus.planner.memory_play import MemoryPlay, TiedBytes
 from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.plan_estimate import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.plan_rank import PlanRank
 from colossus.planner.plan_stages import RankStages, layout_config, splits_backward, stages_of
-from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.rank_parameters import PlanAxes, RankParameters
 from colossus.schedule.actions import in_flight
 

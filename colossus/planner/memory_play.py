@@ -6,9 +6,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from colossus.planner.layout_blocks import BlockProfile, Level
+from colossus.planner.layout_profile import BlockProfile
+from colossus.planner.plan_estimate import StoredBytes
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.rank_memory import StoredBytes
+from colossus.planner.recorded_memory import Level
 from colossus.planner.step_traffic import BlockGather, Reduction
 from colossus.schedule.actions import INPUT_GRADIENT, Action
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.comm.accounting import Counter, count, sent
 from colossus.config import Config
-from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.optimizers import make_optimizer
 from colossus.engine.parameter_groups import ParameterGroups
-from colossus.layout.layout import Layout
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach
 from colossus.optim.logical_tensors import Holders
 from colossus.planner.fake_rank import fake_rank
 from colossus.planner.fake_tensors import counted_fake_tensors
-from colossus.planner.parameter_facts import ParameterFacts, ParameterKind
-from colossus.planner.rank_parameters import RankParameters, StoredKind
+from colossus.planner.rank_parameters import RankParameters
 from colossus.planner.step_traffic import Collective
 from colossus.registry import TORCH_OPTIMIZERS
 
@@ -69,9 +66,9 @@ class OptimizerMemory:
         self._is_by_element = not self._section.whole and self._section.type in TORCH_OPTIMIZERS
         #: bytes by (group, dtype)
         self._by_element: dict[tuple[int, torch.dtype], _ByElement] = {}
-        #: steps of an optimizer of whole parameters: for one parameter on one rank, and for all parameters of a rank
-        self._alone: dict[tuple[ParameterKind, torch.dtype], _Step] = {}
+        #: steps of an optimizer of whole parameters, and the first of them with the elements that its rank stores
         self._steps: dict[object, _Step] = {}
+        self._first: tuple[_Step, int] | None = None
 
     def bytes(self, rank: RankParameters, *, exact: bool = True) -> tuple[int, int]:
         """Return the bytes of the state on one rank of a plan, and those that a step needs beyond it.
@@ -79,16 +76,16 @@ class OptimizerMemory:
         Args:
             rank: the rank.
             exact: whether an optimizer of whole parameters (Muon, LAMB, ..) runs a step as the first rank of the plan,
-                which can take seconds. Otherwise each parameter runs a step alone, once for all plans. That predicts
-                the same state, except for parts that are whole on a rank (moments of Adafactor), and a smaller step.
+                which can take seconds. Otherwise the bytes for each element are those of the first rank that was asked
+                for.
 
         Raises:
             ValueError: an optimizer of whole parameters is to be exact, and torch.distributed is initialized.
         """
         if self._is_by_element:
             return self._sum(rank)
-        if not exact and not self._section.whole:
-            return self._sum_of_alone(rank)
+        if not exact:
+            return self._scaled(rank)
         step = self._step_all(rank)
         return step.state, step.update
 
@@ -169,29 +166,13 @@ class OptimizerMemory:
                 self._steps[key] = self._step_of(rank.config, context, rank.axes.summed, params)
         return self._steps[key]
 
-    def _sum_of_alone(self, rank: RankParameters) -> tuple[int, int]:
-        """Sum the steps of single parameters; the state of each is scaled to the rows that the rank stores."""
-        state, update = 0.0, 0
-        for param, stored in rank.trained:
-            key = param.kind, stored.dtype
-            if key not in self._alone:
-                self._alone[key] = self._step_alone(rank.config, param, stored)
-            step = self._alone[key]
-            state += step.state * stored.elements / param.kind.form.elements
-            update = max(update, step.update)
-        return round(state), update
-
-    def _step_alone(self, config: Config, param: ParameterFacts, stored: StoredKind) -> _Step:
-        """Run a step for one parameter: its part for compute on a rank, as if that were the whole parameter."""
-        form, source = param.kind.form, param.spec
-        shards = tuple(
-            replace(shard, shape=(rows, *form.shape[1:]) if form.shape else ())
-            for shard, rows in zip(source.shards, form.shards, strict=True)
-        )
-        spec = ParameterSpec(shards, Layout.whole(len(form.shape)), source.description)
-        spec.name, spec.is_stack = source.name, source.is_stack
-        with ParallelContext(ONE_RANK) as context:
-            return self._step_of(config, context, (), [(spec, form.shape, stored.dtype, param.kind.is_table)])
+    def _scaled(self, rank: RankParameters) -> tuple[int, int]:
+        """Scale the first step to the stored elements of a rank."""
+        elements = sum(stored.elements for _, stored in rank.trained)
+        if self._first is None:
+            self._first = self._step_all(rank), max(1, elements)
+        step, number = self._first
+        return round(step.state * elements / number), round(step.update * elements / number)
 
     def _step_of(
         self,

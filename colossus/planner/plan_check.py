@@ -16,8 +16,7 @@ from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.device_play import Call, DevicePlayer
 from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
-from colossus.planner.plan_estimate import PlanEstimate
-from colossus.planner.rank_memory import PlanMemory, RankMemory
+from colossus.planner.plan_estimate import PlanEstimate, PlanMemory, RankMemory
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,13 +13,32 @@ from torch import Tensor, nn
 from colossus.comm.pending import Pending
 from colossus.layout.split_parameter import local_shape
 from colossus.planner.fake_tensors import CountedFakeTensors
-from colossus.planner.layout_blocks import LastingBytes, Level
 from colossus.planner.trace import Accumulation
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.tensor_parallel import gathered_weights
 from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, WgradDeferral
 from colossus.tensor_parallel.move_plan import reduce_wgrad
+
+#: the most bytes between two gradients of a backward: of activations, and of gradients that it has made by then
+Level = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LastingBytes:
+    """Bytes of a block's weights that tensor parallelism gathers once for all microbatches of a step.
+
+    Attributes:
+        weights: bytes of the gathered weights.
+        gradients: bytes of their gradients, which wait for the last microbatch.
+        largest: bytes of the largest of these gradients.
+        reduced: bytes that are left of these gradients after their reduction.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    largest: int = 0
+    reduced: int = 0
 
 
 class LastingWeights:

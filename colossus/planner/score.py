@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colossus.config import Config
-from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.layout_profile import LayoutProfile
 from colossus.planner.memory import memory_of
+from colossus.planner.plan_estimate import PlanMemory, RankMemory
 from colossus.planner.plan_rank import PlanRank
 from colossus.planner.plan_stages import RankStages, actions_of, stages_of
-from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.schedule.actions import COMPUTE, Action, in_flight, placement
@@ -98,11 +98,6 @@ def _seconds(config: Config, lines: list[RankTimeline]) -> float:
     return begin + slowest * (_microbatches(config) - 1) + last + behind + end
 
 
-def seconds_of_microbatch(profile: LayoutProfile, player: TracePlayer) -> float:
-    """Return the seconds of forward and backward of all blocks, for a microbatch."""
-    return sum(block_seconds(profile, player))
-
-
 def seconds_by_count(config: Config, microbatch: float) -> float:
     """Return the seconds of a step in stages of equal time, without reductions of gradients.
 
@@ -115,14 +110,9 @@ def seconds_by_count(config: Config, microbatch: float) -> float:
 
 def _microbatches(config: Config) -> float:
     """Return the seconds of a step in microbatches of a stage, the wait at the ends of the pipeline included."""
-    return config.schedule.microbatches + (config.parallel.pipeline.size - 1) * _share_of_wait(config)
-
-
-def _share_of_wait(config: Config) -> float:
-    kind = config.schedule.type
-    if kind == "interleaved":
-        return 1.0 / float(config.schedule.options.get("chunks", 2))
-    return {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(kind, 1.0)
+    schedule = config.schedule
+    share = {"interleaved": 1.0 / float(schedule.options.get("chunks", 2)), "zb-h1": 1 / 3, "zb-v": 1 / 6}
+    return schedule.microbatches + (config.parallel.pipeline.size - 1) * share.get(schedule.type, 1.0)
 
 
 def _of_last_microbatches(stages: RankStages) -> list[list[Action]]:

@@ -26,8 +26,14 @@ from colossus.planner.candidates import Candidate, fully_sharded, plans, represe
 from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
 from colossus.planner.fixed_keys import FixedKeys
-from colossus.planner.layout_order import first_of_each_kind, kind_of, neighbours, one_of_each_mode, recomputed
-from colossus.planner.layout_scores import LayoutScores
+from colossus.planner.layout_scores import (
+    LayoutScores,
+    first_of_each_kind,
+    kind_of,
+    neighbours,
+    one_of_each_mode,
+    recomputed,
+)
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate, SearchResult, are_alike
 from colossus.planner.usual_plans import UsualPlan, usual_plans

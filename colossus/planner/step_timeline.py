@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from colossus.config import Config
-from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
+from colossus.planner.layout_profile import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.plan_rank import PlanRank
 from colossus.planner.plan_stages import RankStages
@@ -154,24 +154,20 @@ class RankTimeline:
         )
 
     def _seconds_of(self, collectives: tuple[Collective, ...]) -> tuple[float, float]:
-        """Return the seconds of collectives of the rank's traffic, and those of the copies beside them."""
-        if id(collectives) not in self._together:
-            self._together[id(collectives)] = self._all(collectives).seconds, self._copying(collectives)
-        return self._together[id(collectives)]
+        """Return the seconds of collectives of the rank's traffic, and those of the copies beside them.
 
-    def _copying(self, collectives: Sequence[Collective]) -> float:
-        """Return the seconds to copy gathered weights out of the flat tensor that travelled, or gradients into one.
-
-        It is the larger of a collective's input and result.
+        Gathered weights are copied out of the flat tensor that travelled, gradients into one: the larger of a
+        collective's input and result.
         """
-        flat = (max(own.input_bytes, own.result_bytes) for own in collectives if own.ranks > 1)
-        return sum(self.player.hardware.memory_seconds(2.0 * size, "copy_") for size in flat)
-
-    def _all(self, collectives: Sequence[Collective]) -> AxisCost:
-        out = AxisCost()
-        for collective in collectives:
-            out += self.collective(collective)
-        return out
+        if id(collectives) not in self._together:
+            memory_seconds = self.player.hardware.memory_seconds
+            copies = sum(
+                memory_seconds(2.0 * max(own.input_bytes, own.result_bytes), "copy_")
+                for own in collectives
+                if own.ranks > 1
+            )
+            self._together[id(collectives)] = sum(self.collective(own).seconds for own in collectives), copies
+        return self._together[id(collectives)]
 
     def collective(self, collective: Collective) -> AxisCost:
         """Return the cost of one collective of the rank's traffic, all of it exposed."""
@@ -192,13 +188,12 @@ class RankTimeline:
     @cached_property
     def begin(self) -> float:
         """Return the seconds before the first forward: gathers of weights that stay whole for the step, and copies."""
-        gathers = self._all(self.rank.begin).seconds + self._copying(self.rank.begin)
-        return gathers + sum(played.seconds for played in self._once("forward"))
+        return sum(self._seconds_of(self.rank.begin)) + sum(played.seconds for played in self._once("forward"))
 
     @cached_property
     def end(self) -> float:
         """Return the seconds of the collectives after the last backward and all reductions."""
-        return self._all(self._end).seconds + sum(played.seconds for played in self._once("backward"))
+        return self._seconds_of(self._end)[0] + sum(played.seconds for played in self._once("backward"))
 
     def _once(self, kind: str) -> list[Played]:
         """Play the parts of the rank's blocks that run once per step."""

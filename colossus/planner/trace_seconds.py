@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from colossus.hardware.hardware import Hardware, bytes_sent
 from colossus.hardware.host_placement import Placement
-from colossus.planner.plan_estimate import AxisCost
-from colossus.planner.rank_memory import StoredBytes
+from colossus.planner.plan_estimate import AxisCost, StoredBytes
 from colossus.planner.trace import Accumulation, AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
 #: operators of an update for each parameter

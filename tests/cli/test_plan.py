@@ -26,8 +26,7 @@ from colossus.doctor import measure
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.hardware.named_hardware import default_hosts
-from colossus.planner.plan_estimate import AxisCost, PlanEstimate, SearchResult
-from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
+from colossus.planner.plan_estimate import AxisCost, PlanEstimate, PlanMemory, RankMemory, SearchResult, StoredBytes
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import play
 

@@ -17,8 +17,7 @@ from colossus.comm import tensor_transport, uneven
 from colossus.config import load_config
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.planner.layout_blocks import BlockProfile
-from colossus.planner.layout_profile import profile_layout
+from colossus.planner.layout_profile import BlockProfile, profile_layout
 from colossus.planner.trace import Product, Started
 
 HIDDEN, TOKENS_OF_SAMPLE, SAMPLES = 64, 32, 16

@@ -8,8 +8,7 @@ from helpers.training import batch_of
 from torch.utils.data import Dataset
 
 from colossus.config import Config, load_config
-from colossus.planner.layout_blocks import LayoutProfile
-from colossus.planner.layout_profile import profile_layout
+from colossus.planner.layout_profile import LayoutProfile, profile_layout
 from colossus.planner.plan_stages import layout_config
 
 

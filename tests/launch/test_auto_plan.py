@@ -17,8 +17,7 @@ from colossus.config import Config, ConfigError, load_config, state_config
 from colossus.launch.auto_plan import resolve_planned
 from colossus.planner.candidates import plans
 from colossus.planner.model_layouts import layouts
-from colossus.planner.plan_estimate import PlanEstimate, SearchResult
-from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
+from colossus.planner.plan_estimate import PlanEstimate, PlanMemory, RankMemory, SearchResult, StoredBytes
 
 GPT = """
 parallel = {parallel}

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from colossus.config import ConfigError, load_config
 from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
 from colossus.planner.memory import predict_memory
-from colossus.planner.rank_memory import RankMemory
+from colossus.planner.plan_estimate import RankMemory
 
 #: whose memory is predicted, too
 PREDICTED = {**CASES, **MORE_CASES, **FOUR}

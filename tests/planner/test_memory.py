@@ -10,7 +10,7 @@ from helpers.plan_cases import MB4, config_of_case
 from colossus.config import load_config
 from colossus.planner import block_runs
 from colossus.planner.memory import predict_memory
-from colossus.planner.rank_memory import PlanMemory
+from colossus.planner.plan_estimate import PlanMemory
 
 
 def _predict(**changes: Any) -> PlanMemory:
