@@ -16,6 +16,7 @@ from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.weight_sources import Assets, find_weights
 from colossus.engine.reference_weights import take_adapters
 from colossus.engine.resumer import Resumed, Resumer
+from colossus.engine.rollback import Rollback
 from colossus.engine.saver import Saver
 from colossus.state.collect import assets_of
 from colossus.state.restore import load_weights
@@ -35,16 +36,14 @@ class Launched:
             replica for which this one waits has gone on.
         is_restart: whether the launcher has restarted the ranks: the run first looks for its newest whole save, in the
             memory of the hosts and on the disk.
-        rollback: on a restart, the latest step to resume from (None: any; later saves are removed with the branch that
-            the run leaves); the number of batches to leave out after it (None: those up to that of the next step); the
-            time of that decision, in seconds since the epoch, which is saved, so that they are left out once.
+        rollback: on a restart, whether and where the run goes back.
     """
 
     folder: Path
     resume: str | None
     on_progress: Callable[[], None]
     is_restart: bool = False
-    rollback: tuple[int | None, int | None, float] = (None, 0, 0.0)
+    rollback: Rollback | None = None
 
 
 class Checkpoints:
@@ -72,7 +71,7 @@ class Checkpoints:
         self.resumer = Resumer(run, self._saver)
         self._has_begun = self.is_restart = self.save_requested = False
         self.resume_from = self._config.resume
-        self.rollback: tuple[int | None, int | None, float] = (None, 0, 0.0)
+        self.rollback: Rollback | None = None
         self.resumed_from: Path | None = None
         self.resumed_plan, self.is_same_run = "", False
         self.weights_from: Path | None = None
@@ -190,14 +189,15 @@ class Checkpoints:
             _ = self.root  # raises now, and not at the first save, if there is none
         if self.resumed_from is not None:
             return None
-        resumed = self.resumer.resume_restarted(self.rollback[0]) if self.is_restart else None
+        until = None if self.rollback is None else self.rollback.until
+        resumed = self.resumer.resume_restarted(until) if self.is_restart else None
         if resumed is None:
             resumed = self.resumer.resume(self.resume_from)
         self._record(resumed)
         if resumed is None:
             self.take_weights()
-        if self.is_restart:
-            self.resumer.leave_branch(*self.rollback)
+        if self.is_restart and self.rollback is not None:
+            self.resumer.leave_branch(self.rollback)
         return None if resumed is None else resumed.folder
 
     def _record(self, resumed: Resumed | None) -> None:

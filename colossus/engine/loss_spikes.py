@@ -9,24 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import NamedTuple
 
 from colossus.comm.late import Late
 from colossus.config.training import LossSpikes
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.results import StepResult
-
-
-class Rollback(NamedTuple):
-    """The continuation of a run that goes back.
-
-    Attributes:
-        until: steps done in the newest save that it may resume from.
-        skip_batches: batches after that save that are left out; None: those up to the one of step ``until + 1``.
-    """
-
-    until: int
-    skip_batches: int | None = 0
+from colossus.engine.rollback import Rollback
 
 
 class LossSpike(RuntimeError):

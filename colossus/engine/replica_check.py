@@ -19,7 +19,7 @@ from colossus.comm.late import Late
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.consistency import INTEGERS
-from colossus.engine.loss_spikes import Rollback
+from colossus.engine.rollback import Rollback
 from colossus.layout.parameter import logical_name, rows_of, spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.random import hash_key

@@ -19,6 +19,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import broadcast_object
 from colossus.config import ConfigError
 from colossus.data.loader import Loader
+from colossus.engine.rollback import Rollback
 from colossus.engine.saver import Saver, require_own_parameters
 from colossus.state.restore import restore
 from colossus.state.run import Run
@@ -129,15 +130,13 @@ class Resumer:
         self._saver.saved_step = None
         return Resumed(reader.folder, _plan_of(reader.manifest), True)
 
-    def leave_branch(self, until: int | None, skip_batches: int | None, rollback_time: float) -> None:
-        """Remove later saves, leave batches out, and save, so that a later resume skips them (`Launched.rollback`)."""
+    def leave_branch(self, rollback: Rollback) -> None:
+        """Remove later saves, leave batches out, and save, so that a later resume skips them."""
         run, step = self._run, self._run.completed_steps
-        if until is None:
-            return
         if self._config.every and run.context.is_logging_rank:
             folder.remove_later(self._saver.root, step)
-        skipped = until + 1 - step if skip_batches is None else skip_batches
-        if not skipped or run.loaders is None or run.rolled_back == rollback_time:
+        skipped = rollback.until + 1 - step if rollback.skip_batches is None else rollback.skip_batches
+        if not skipped or run.loaders is None or run.rolled_back == rollback.time:
             return
         loader = run.loaders.train
         if not isinstance(loader, Loader):
@@ -146,7 +145,7 @@ class Resumer:
                 f"engine.loaders.train: pass the data to colossus.initialize, or set train.on_spike.action=raise"
             )
         loader.set_step(loader.step + skipped)
-        run.rolled_back = rollback_time
+        run.rolled_back = rollback.time
         if run.context.is_logging_rank:
             log.warning("%s after step %d left out", counted(skipped, "batch", "es"), step)
         if self._config.every:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from colossus.arithmetic import counted
+from colossus.engine.rollback import Rollback
 from colossus.launch import run_folder
-from colossus.launch.decide import RollbackOrder
 from colossus.launch.ends import RankEnd
 from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.row_file import append_whole, read_rows
@@ -89,13 +89,13 @@ def record_failure(folder: Path, end: RankEnd) -> bool:
     return not culprits or culprits[0].rank == end.rank
 
 
-def pending_rollback(folder: Path) -> RollbackOrder | None:
+def pending_rollback(folder: Path) -> Rollback | None:
     """Return the order to go back that this attempt follows: until its ranks train, that of the attempts before it."""
     attempts = read(folder, _this_launch())
     for attempt in range(this_attempt() - 1, -1, -1):
         past = attempts.get(attempt, {})
         if (rollback := past.get("rollback")) is not None:
-            return RollbackOrder(*rollback)
+            return Rollback(*rollback)
         if "from_step" in past:
             return None
     return None

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config.sections import RestartsSection
+from colossus.engine.rollback import Rollback
 from colossus.launch.ends import AttemptEnd, RankEnd, stop_code
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -25,20 +25,6 @@ _NEED_ROLLBACK = {
     "ReplicasDiffer": "checkpoints since then may differ, too; train.on_mismatch=restart goes back before it",
     "LossSpike": "the same batches would have the same loss; train.on_spike.action=rollback leaves them out",
 }
-
-
-class RollbackOrder(NamedTuple):
-    """An order to go back.
-
-    Attributes:
-        until: the newest step from which ranks may resume.
-        skip_batches: the number of batches that they skip after it; None: those up to that of the next step.
-        rollback_time: the time of the decision, in seconds since the epoch.
-    """
-
-    until: int
-    skip_batches: int | None
-    rollback_time: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Restart:
         ended: the time of the decision, in seconds since the epoch.
     """
 
-    rollback: RollbackOrder | None = None
+    rollback: Rollback | None = None
     nodes: tuple[int, ...] = (0,)
     count: int = 0
     error: tuple[str, str, int | None] | None = None
@@ -99,8 +85,8 @@ def decide(end: AttemptEnd, history: Sequence[Restart], limits: RestartsSection 
         return Stop(code, reason)
     rollback, error = None, None
     if culprit is not None and culprit.rollback is not None:
-        until, skip_batches = culprit.rollback
-        rollback = RollbackOrder(until, skip_batches, now)
+        until, skip_batches, *_ = culprit.rollback
+        rollback = Rollback(until, skip_batches, now)
     if culprit is not None and culprit.cause == "error":
         error = culprit.error
     return Restart(rollback, nodes, len(recent) + 1, error, now)

@@ -56,7 +56,7 @@ class RankEnd:
         progress: the same for a comparison with other ranks (`colossus.comm.log.progress`).
         after_signal: the number of the stop signal that came before the failure, if any.
         advice: lines on what to do, if any.
-        rollback: the step to which the run is to go back, and the batches that it is to skip (`loss_spikes.Rollback`);
+        rollback: the step to which the run is to go back, and the batches that it is to skip (`Rollback`);
             None where the error does not ask for that.
         time: the time of the failure, in seconds since the epoch.
     """

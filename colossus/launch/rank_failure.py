@@ -18,6 +18,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.comm.peer_gone import causes, is_of_a_peer
 from colossus.config import Config, ConfigError
 from colossus.context.grid import RankGrid
+from colossus.engine.rollback import Rollback
 from colossus.launch import attempt_log, report
 from colossus.launch.advice import advise
 from colossus.launch.decide import FAILED, USAGE
@@ -102,9 +103,8 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> RankEnd:
             break
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
-    spikes = sys.modules.get("colossus.engine.loss_spikes")  # where it is not loaded, nothing asks to go back
-    rollback = getattr(error, "rollback", None)  # of ours; an error of the user may have such an attribute, too
-    if spikes is None or not isinstance(rollback, spikes.Rollback):
+    rollback = getattr(error, "rollback", None)
+    if not isinstance(rollback, Rollback):  # an error of the user may have such an attribute, too
         rollback = None
     return _end(rank, kind_of(error), type(error).__name__, str(error), text, rollback=rollback, **details)
 

@@ -209,7 +209,7 @@ def _launched(run: RankRun, context: ParallelContext, origin: Callable[[], Origi
     assert folder is not None
     # the place where torch itself writes recordings, when the watchdog of another rank asks for them
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / FOLDER / RECORDING))
-    return Launched(folder, run.resume, run.stop.progress, is_restart, rollback or (None, 0, 0.0))
+    return Launched(folder, run.resume, run.stop.progress, is_restart, rollback)
 
 
 def _take_folder(run: RankRun, origin: Callable[[], Origin]) -> tuple[Path, str | None]:

@@ -22,6 +22,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import fit
 from colossus.engine.loss_spikes import LossSpike, SpikeWatch
 from colossus.engine.results import StepResult
+from colossus.engine.rollback import Rollback
 
 STEPS = 6
 
@@ -50,7 +51,7 @@ def test_a_loss_far_above_the_median_is_a_spike() -> None:
     error = watched([1.0, 9.0, 2.0, 6.1])
     assert error is not None
     assert "the loss of step 4 is 6.1, more than 3 times 2, the median of the 3 steps before" in str(error)
-    assert error.rollback == (3, None)
+    assert error.rollback == Rollback(3, None)
     assert watched([1.0, 9.0, 2.0, 6.0]) is None
     assert watched([1.0, 1.0, 4.0]) is None, "too few losses were seen"
 
@@ -83,7 +84,7 @@ def test_on_an_accelerator_a_spike_is_seen_one_step_later() -> None:
     watch.after_step(results[1])
     with pytest.raises(LossSpike, match="the loss of step 2 is 4") as error:
         watch.after_step(results[2])
-    assert error.value.rollback == (1, None)
+    assert error.value.rollback == Rollback(1, None)
 
 
 def test_losses_that_are_not_above_zero_are_not_judged() -> None:
@@ -96,7 +97,7 @@ def test_what_follows_is_as_the_config_has_it() -> None:
     assert ends is not None
     assert ends.rollback is None
     assert leaves_out is not None
-    assert leaves_out.rollback == (3, 7)
+    assert leaves_out.rollback == Rollback(3, 7)
 
 
 def test_replicas_with_losses_of_their_own_are_refused() -> None:
@@ -129,7 +130,7 @@ def go_on(root: Path, *order: Any, resume_from: str | None = None, steps: int = 
     engine = make_engine(root, every=2, steps=steps, background=False, data=1, **more)
     engine.checkpoints.is_restart, engine.checkpoints.resume_from = True, resume_from
     if order:
-        engine.checkpoints.rollback = order
+        engine.checkpoints.rollback = Rollback(*order)
     engine.checkpoints.resume()
     return engine
 
@@ -291,7 +292,7 @@ def test_a_loader_of_ones_own_is_refused(tmp_path: Path) -> None:
         engine = make_engine(tmp_path / "ckpt", every=2, data=1)
         assert engine.loaders is not None
         object.__setattr__(engine.loaders, "train", Own())
-        engine.checkpoints.is_restart, engine.checkpoints.rollback = True, (2, None, 1.0)
+        engine.checkpoints.is_restart, engine.checkpoints.rollback = True, Rollback(2, None, 1.0)
         with pytest.raises(ConfigError) as error:
             engine.checkpoints.resume()
         return str(error.value)

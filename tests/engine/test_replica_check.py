@@ -14,6 +14,7 @@ from torch import Tensor
 import colossus
 from colossus.engine import ReplicasDiffer
 from colossus.engine.replica_check import checksum
+from colossus.engine.rollback import Rollback
 from colossus.layout.split_parameter import as_shards
 
 STEPS, BAD = 4, 2
@@ -92,13 +93,13 @@ def _agreed(rank: int, first: int) -> Any:
         _flip(dict(engine.model.named_parameters())[NORM])
     with pytest.raises(ReplicasDiffer) as error:
         engine.train_step({key: value[:4] for key, value in batch_of(5).items()})
-    assert f"It began after step {error.value.rollback[0]}: " in str(error.value)
+    assert f"It began after step {error.value.rollback.until}: " in str(error.value)
     return error.value.rollback
 
 
 @pytest.mark.parametrize(("first", "until"), [(0, 3), (4, 4)])
 def test_a_run_goes_back_behind_what_was_known_to_agree(first: int, until: int) -> None:
-    assert run_ranks(2, _agreed, first, with_context=False) == [(until, 0), (until, 0)]
+    assert run_ranks(2, _agreed, first, with_context=False) == [Rollback(until)] * 2
 
 
 def test_a_plan_without_copies_is_refused() -> None:

@@ -12,7 +12,8 @@ import pytest
 from colossus.config import load_config
 from colossus.config.sections import RestartsSection
 from colossus.context.grid import build_grid
-from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
+from colossus.engine.rollback import Rollback
+from colossus.launch.decide import Restart, Stop, decide
 from colossus.launch.ends import AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.report import report
 
@@ -73,11 +74,11 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     # those that go back
     (
         of(raised("LossSpike", rollback=(5, None))),
-        Restart(RollbackOrder(5, None, NOW), count=1, error=raised("LossSpike").error),
+        Restart(Rollback(5, None, NOW), count=1, error=raised("LossSpike").error),
     ),
     (
         of(raised("ReplicasDiffer", rollback=[6, 0])),
-        Restart(RollbackOrder(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
+        Restart(Rollback(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
     ),
     # stops
     (of(STOPPED, signum=signal.SIGTERM), Stop(143)),

@@ -21,7 +21,8 @@ from colossus.comm.peer_gone import PeerGone, is_of_a_peer
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
-from colossus.engine.loss_spikes import LossSpike, Rollback
+from colossus.engine.loss_spikes import LossSpike
+from colossus.engine.rollback import Rollback
 from colossus.launch import attempt_log, rank_failure
 from colossus.launch.advice import memory_advice
 from colossus.launch.ends import RankEnd, failed, stop_code
@@ -196,7 +197,7 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
 
 
 def test_only_our_own_errors_ask_to_go_back() -> None:
-    assert record(0, LossSpike("spike", Rollback(5, None))).rollback == (5, None)
+    assert record(0, LossSpike("spike", Rollback(5, None))).rollback == Rollback(5, None)
     users = ValueError("of a database")
     users.rollback = (5, None)  # type: ignore[attr-defined]
     assert record(0, users).rollback is None

@@ -19,11 +19,12 @@ from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
 from colossus.config.sections import RestartsSection
+from colossus.engine.rollback import Rollback
 from colossus.launch import agent, attempt_log, command, local_processes, run_folder
 from colossus.launch.attempts import Attempts
 from colossus.launch.auto_plan import Planned
 from colossus.launch.command import check_restart_keys
-from colossus.launch.decide import Restart, RollbackOrder, Stop, decide
+from colossus.launch.decide import Restart, Stop, decide
 from colossus.launch.ends import STOP_SIGNALS, AttemptEnd, NodeEnd, RankEnd
 from colossus.launch.resume import RunStart
 
@@ -138,7 +139,7 @@ def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path, monkeypatch
             attempt_log.record_start(tmp_path, 3, tmp_path)
         end = AttemptEnd({0: cause}, folder=tmp_path)
         attempts.record(end, decide(end, attempts.history, RestartsSection(max=9), 100.0 + attempts.number))
-    assert orders == [None, None, RollbackOrder(5, None, 101.0), None]
+    assert orders == [None, None, Rollback(5, None, 101.0), None]
     rows = attempt_log.read(tmp_path)
     assert [row["from_step"] for row in rows.values() if "from_step" in row] == [3, 3, 3]
     assert [row["cause"].split(":")[0] for row in rows.values()] == [
@@ -156,10 +157,10 @@ def test_an_order_of_an_earlier_launch_is_not_followed(tmp_path: Path, monkeypat
     """Also where a full disk has not taken the first rows of this launch."""
     earlier, later = (Attempts(lambda: RunStart(tmp_path, None, ())) for _ in range(2))
     earlier.begin()
-    earlier.record(AttemptEnd({0: RankEnd(0, 1)}, folder=tmp_path), Restart(RollbackOrder(5, None, 1.0), count=1))
+    earlier.record(AttemptEnd({0: RankEnd(0, 1)}, folder=tmp_path), Restart(Rollback(5, None, 1.0), count=1))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", earlier.launch)
-    assert attempt_log.pending_rollback(tmp_path) == RollbackOrder(5, None, 1.0)
+    assert attempt_log.pending_rollback(tmp_path) == Rollback(5, None, 1.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", later.launch)
     assert attempt_log.pending_rollback(tmp_path) is None, "no row of this launch"
     attempt_log.append(tmp_path, 1, launch=later.launch, began=2.0)
@@ -191,13 +192,13 @@ def test_an_order_to_go_back_that_cannot_be_written_is_not_forgotten(tmp_path: P
     (tmp_path / attempt_log.ROWS).mkdir()
     end = AttemptEnd({0: RankEnd(0, -9)}, folder=tmp_path)
     assert attempts.record(end, Restart(count=1)) == Restart(count=1)
-    stop = attempts.record(end, Restart(RollbackOrder(5, None, 1.0), count=1))
+    stop = attempts.record(end, Restart(Rollback(5, None, 1.0), count=1))
     assert isinstance(stop, Stop)
     assert "the order to go back cannot be written" in stop.reason
     other = Attempts(partial(pytest.fail, "begins anew"))  # of another node, where the first has gone
     other.receive(tmp_path, json.loads(json.dumps(attempts.shared())))
     end = AttemptEnd({1: RankEnd(1, 1)}, folder=tmp_path, node=1)
-    assert isinstance(other.record(end, Restart(RollbackOrder(5, None, 1.0), count=1)), Restart)
+    assert isinstance(other.record(end, Restart(Rollback(5, None, 1.0), count=1)), Restart)
     with pytest.raises(ConfigError, match="the order to go back cannot be written"):
         other.begin()
 
