@@ -179,7 +179,7 @@ class Estimator:
         }
         one_sample = config.model_copy(update=alone)
         blocks = self.profile(one_sample).blocks
-        return sum(trace.model_flops for block in blocks for trace in (block.forward, block.backward))
+        return sum(trace.flops for block in blocks for trace in (block.forward, block.backward))
 
     def player(self, config: Config, times: float = 1.0) -> TracePlayer:
         """Return the player of traces for the ranks of a config.

@@ -21,21 +21,32 @@ import colossus
 from colossus.comm.accounting import Counter, Tally, count
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
+from colossus.construct.build_model import build
 from colossus.context.grid import build_grid
+from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
+from colossus.data.model_input import model_input
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine
+from colossus.engine.inputs import ForwardCall, Inputs
+from colossus.engine.parameter_groups import make_groups
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.optim.adafactor import Adafactor
 from colossus.optim.logical_tensors import Sums
 from colossus.optim.whole import WholeParameters
+from colossus.planner.block_runs import runs_of
 from colossus.planner.device_play import DeviceEvent, DeviceRecord
-from colossus.planner.fake_engine import fake_engines
-from colossus.planner.fake_rank import errors_of_model, fake_world
+from colossus.planner.fake_engine import balanced_experts, fake_engines
+from colossus.planner.fake_rank import errors_of_model, fake_rank, fake_world, give_sizes
+from colossus.planner.fake_tensors import counted_fake_tensors
 from colossus.planner.memory import COUNTED_STRATEGIES
 from colossus.planner.sample_batch import repeated, sample_of
-from colossus.planner.stage_values import stage_values
 from colossus.random import GLOBAL_RNG
-from colossus.schedule.transport import ValueSpec, batch_signature
+from colossus.registry import MODELS
+from colossus.schedule.partition import make_partition
+from colossus.schedule.pipeline import PipelineRuntime
+from colossus.schedule.transport import ValueSpec, batch_signature, flatten_value, unflatten_value
 
 
 @dataclass(frozen=True)
@@ -206,3 +217,46 @@ def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None
         transport.links.takes_early = False  # receives are posted as with NCCL, and between processes of one host
         first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
         transport.expect(values, batch_signature(first))
+
+
+def stage_values(config: Config, rank: int, batch: Any) -> dict[int, ValueSpec]:
+    """Return the spec of each stage's output for a microbatch of this batch, on the pipeline of a rank.
+
+    The forwards of all stages run in this process, with a few blocks of each run of equal ones.
+
+    Raises:
+        ValueError: see `make_partition`.
+    """
+    with fake_rank(config, rank) as context:
+        return _values(config, context, batch)
+
+
+def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, ValueSpec]:
+    spec = config.model.spec()  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+    model = build(factory, context, materialize=False, prepare=lambda whole: _freeze(config, whole))
+    pipeline, parallel = PipelineRuntime(config, context), model_parallel_of(context)
+    partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
+    outputs: dict[int, ValueSpec] = {}
+    with counted_fake_tensors(), balanced_experts():
+        give_sizes(model, context.precision)
+        model.train()
+        context.rng.move_to(0, 0)
+        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
+        step = inputs.split(map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch), pipeline.num_microbatches)
+        with parallel.batch(step.infos[0]), context.precision.autocast(context.device):
+            own, first = inputs.local(step.microbatches[0]), ForwardCall(model, is_partitioned=True)
+            value = inputs.mark_tokens(model_input(own), step.microbatches[0])
+            is_first = True
+            for stage in range(pipeline.last_stage):
+                for run in runs_of(model, partition.blocks_of(stage)):
+                    for call in run.shown:
+                        value = first(call, value, own) if is_first else call(value)
+                        is_first = False
+                outputs[stage], tensors = flatten_value(value, parallel, f"stage {stage}")
+                value, _ = unflatten_value(outputs[stage], tensors, parallel)
+    return outputs
+
+
+def _freeze(config: Config, whole: torch.nn.Module) -> None:
+    make_groups(config.optimizer, whole)

@@ -91,11 +91,10 @@ def stored_bytes(rank: RankParameters, optimizer: OptimizerMemory, *, exact: boo
             weights += count * size
             between += count * param.kind.gradient_bytes * form.is_trainable
             continue
-        computed = form.dtypes.computed
-        is_view = axes.stage < 3 and not zero.offload and len(form.shards) == 1 and computed == stored.dtype
+        is_view = len(form.shards) == 1 and form.dtypes.allow_views(axes.stage, offload=zero.offload)
         if axes.stage < 3:  # the whole parameter stays, with the padding of its last rows where the rows are a view
             whole = axes.size(stored.rows) * stored.elements if is_view else form.elements
-            weights += count * whole * computed.itemsize
+            weights += count * whole * form.dtypes.computed.itemsize
         rows += count * size * (not is_view)
         between += count * size * form.is_trainable
     state, update = optimizer.bytes(rank, exact=exact)

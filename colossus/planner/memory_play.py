@@ -6,15 +6,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from colossus.data_parallel.zero.zero import MAX_REDUCTIONS
 from colossus.planner.layout_profile import BlockProfile
 from colossus.planner.plan_estimate import StoredBytes
 from colossus.planner.plan_rank import PlanRank
 from colossus.planner.recorded_memory import Level
 from colossus.planner.step_traffic import BlockGather, Reduction
 from colossus.schedule.actions import INPUT_GRADIENT, Action
-
-#: the most reductions of ZeRO under way
-_MAX_REDUCTIONS = 2
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ class MemoryPlay:
     # -- gradients ----------------------------------------------------------------------------------------
 
     def _start(self, reduction: Reduction) -> None:
-        if len(self._reducing) == _MAX_REDUCTIONS:
+        if len(self._reducing) == MAX_REDUCTIONS:
             self._wait(self._reducing.popleft())
         self._buffers += reduction.buffers
         self._touch()

@@ -35,9 +35,8 @@ class AttentionCall:
 
     @property
     def flops(self) -> float:
-        """Return the computed FLOPs: half of the square if causal; backward is 2.5 times forward (2205.14135)."""
-        times = (2.5 if self.backward else 1.0) * (0.5 if self.causal else 1.0)
-        return 4.0 * times * self.heads * self.queries * self.keys * self.head_dim
+        """Return the FLOPs as MFU counts them: products of whole squares, two forward and four backward."""
+        return 4.0 * (2 if self.backward else 1) * self.heads * self.queries * self.keys * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +99,3 @@ class Trace:
     def flops(self) -> float:
         """Return the FLOPs of products and attention, without recomputation."""
         return sum(event.flops for event in self.events if isinstance(event, Product | AttentionCall))
-
-    @property
-    def model_flops(self) -> float:
-        """Return the FLOPs as MFU counts them: attention as products of whole squares, two forward, four backward."""
-        out = 0.0
-        for event in self.events:
-            if isinstance(event, Product):
-                out += event.flops
-            elif isinstance(event, AttentionCall):
-                out += 4.0 * (2 if event.backward else 1) * event.heads * event.queries * event.keys * event.head_dim
-        return out

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.comm import accounting, log
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import DTYPES
 from colossus.hardware.hardware import input_bytes_of
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
 aten = torch.ops.aten
-_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: operators that read a few rows of a large tensor: they read as much as they write
 _PICKS = ("embedding", "index", "index_select", "gather", "_unsafe_index")
 #: operators that move no bytes
@@ -158,14 +159,14 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> Operator:
 
 def _product(a: Tensor, b: Tensor) -> Product:
     count = math.prod(a.shape[:-2])
-    return Product(count, a.shape[-2], b.shape[-1], a.shape[-1], _DTYPES[a.dtype])
+    return Product(count, a.shape[-2], b.shape[-1], a.shape[-1], _NAMES[a.dtype])
 
 
 def _grouped(a: Tensor, b: Tensor, ends: Tensor, **options: Any) -> Product:
     """Return the products of equally large groups: of rows with a matrix each, or in wgrad of columns with rows."""
     groups, (rows, inner), of_rows = len(ends), a.shape, b.dim() == 3
     m, k = (rows / groups, inner) if of_rows else (rows, inner / groups)
-    return Product(groups, m, b.shape[-1], k, _DTYPES[a.dtype])
+    return Product(groups, m, b.shape[-1], k, _NAMES[a.dtype])
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
@@ -176,13 +177,13 @@ def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, 
         (size + 2 * pad - dil * (kernel - 1) - 1) // step + 1
         for size, pad, dil, kernel, step in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
     ]
-    return Product(groups, len(x) * math.prod(places), out_channels // groups, inner, _DTYPES[x.dtype])
+    return Product(groups, len(x) * math.prod(places), out_channels // groups, inner, _NAMES[x.dtype])
 
 
 def _convolved_back(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Product:
     """Return the dgrad and the wgrad of a convolution."""
     rows, mask = len(dy) * math.prod(dy.shape[2:]), rest[-1]
-    return Product(sum(mask[:2]), rows, dy.shape[1], math.prod(weight.shape[1:]), _DTYPES[x.dtype])
+    return Product(sum(mask[:2]), rows, dy.shape[1], math.prod(weight.shape[1:]), _NAMES[x.dtype])
 
 
 _PRODUCTS: dict[str, Callable[..., Product]] = {
@@ -190,8 +191,8 @@ _PRODUCTS: dict[str, Callable[..., Product]] = {
     "bmm": lambda a, b, **_: _product(a, b),
     "addmm": lambda bias, a, b, **_: _product(a, b),
     "baddbmm": lambda bias, a, b, **_: _product(a, b),
-    "mv": lambda a, b: Product(1, a.shape[0], 1, a.shape[1], _DTYPES[a.dtype]),
-    "dot": lambda a, b: Product(1, 1, 1, a.shape[0], _DTYPES[a.dtype]),
+    "mv": lambda a, b: Product(1, a.shape[0], 1, a.shape[1], _NAMES[a.dtype]),
+    "dot": lambda a, b: Product(1, 1, 1, a.shape[0], _NAMES[a.dtype]),
     "_grouped_mm": _grouped,
     "convolution": _convolved,
     "convolution_backward": _convolved_back,
@@ -204,4 +205,4 @@ def _attention(name: str, args: Any, kwargs: Any) -> AttentionCall:
     flags = [value for value in (*args, *kwargs.values()) if isinstance(value, bool)]
     causal = kwargs.get("is_causal", any(flags[:1]) if backward else any(flags))
     samples, heads, queries, head_dim = q.shape
-    return AttentionCall(samples * heads, queries, k.shape[2], head_dim, _DTYPES[q.dtype], backward, causal)
+    return AttentionCall(samples * heads, queries, k.shape[2], head_dim, _NAMES[q.dtype], backward, causal)

@@ -85,7 +85,7 @@ class FlatRows:
 
     def _store(self) -> list[Tensor]:
         """Return the rank's flat rows in the order in which they travel: one tensor for all parameters, or one each."""
-        if self.stage < 3 and not self.offload and self.dtypes.computed == self.dtypes.stored:
+        if self.dtypes.allow_views(self.stage, offload=self.offload):
             return [self._store_in_place(param) for param in self.params]
         host = torch.device("cpu") if self.offload else self.device
         is_pinned = host != self.device

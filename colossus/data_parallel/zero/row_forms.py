@@ -48,6 +48,10 @@ class Dtypes:
         stored = precision.optimizer if is_usual or param.dtype in LOW else param.dtype
         return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
 
+    def allow_views(self, stage: int, *, offload: bool) -> bool:
+        """Return whether rows are views of the whole parameters: these keep their memory, and need no cast."""
+        return stage < 3 and not offload and self.computed == self.stored
+
 
 @dataclass(frozen=True)
 class RowForm:

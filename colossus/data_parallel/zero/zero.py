@@ -19,7 +19,7 @@ from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.gathered_weights import run_grad_hooks
 
 #: the most reduce-scatters under way, each of which keeps its input alive
-_MAX_REDUCTIONS = 2
+MAX_REDUCTIONS = 2
 
 
 class Zero(Strategy):
@@ -178,7 +178,7 @@ class Zero(Strategy):
                 if gradients in self._started:
                     gradients.wait()
                     self._started.remove(gradients)
-                elif len(self._started) == _MAX_REDUCTIONS:
+                elif len(self._started) == MAX_REDUCTIONS:
                     self._wait(self._started.popleft())
                 gradients.start()
                 self._started.append(gradients)
