@@ -52,18 +52,22 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
 
 
 def _timeline_title(plan: PlanEstimate) -> str:
-    """Return the unit of the timeline and, if it has fewer microbatches than the plan, how many.
+    """Return the unit of the timeline and, if it ends before the step, how many microbatches it has."""
+    shown, total = _shown_microbatches(plan), plan.config.schedule.microbatches
+    return "milliseconds" + (f", of the first {shown} microbatches of {total}" if shown < total else "")
 
-    The estimate simulates only as many microbatches as the pipeline needs to be full.
-    """
-    simulated = 1 + max(span.action.microbatch for own in plan.spans for span in own)
-    total = plan.config.schedule.microbatches
-    return "milliseconds" + (f", with {simulated} microbatches instead of {total}" if simulated < total else "")
+
+def _shown_microbatches(plan: PlanEstimate) -> int:
+    """Return the microbatches that the timeline shows: with three for each rank a pipeline has been full."""
+    return min(plan.config.schedule.microbatches, 3 * len(plan.spans))
 
 
 def _in_milliseconds(plan: PlanEstimate) -> Simulation:
     """Return the timeline of a plan in milliseconds, for drawing."""
-    return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in plan.spans])
+    shown = _shown_microbatches(plan)
+    return Simulation([
+        [Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own if s.action.microbatch < shown] for own in plan.spans
+    ])  # fmt: skip
 
 
 def host_rows(grid: RankGrid, hosts: int) -> str:
