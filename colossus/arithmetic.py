@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
@@ -36,9 +37,10 @@ def either(numbers: Iterable[int]) -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, ``ranks 0, 1``, or ``ranks 0, 1, 2, 3 and 60 more``."""
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
+    """Return ``rank 3``, ``ranks 0, 1``, or of more than eight ``ranks 0, 1, 2, 3 and 60 more``."""
+    shown = ranks if len(ranks) <= 8 else ranks[:4]
+    more = f" and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, shown))}{more}"
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
@@ -105,9 +107,12 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def aligned(rows: Sequence[Sequence[str]], left_columns: Collection[int] = ()) -> str:
-    """Return the rows of a table as text, columns aligned right except those in ``left_columns``."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def aligned(rows: Sequence[Sequence[str]], left_columns: Collection[int] = (), widest: int | None = None) -> str:
+    """Return the rows of a table as text, columns aligned right except those in ``left_columns``.
+
+    A cell longer than ``widest`` moves the cells after it.
+    """
+    widths = [min(max(map(len, column)), widest or sys.maxsize) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
             cell.ljust(width) if index in left_columns else cell.rjust(width)

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
-from colossus.arithmetic import byte_count
+from colossus.arithmetic import aligned, byte_count
 from colossus.checkpoint.manifest import Manifest, TensorEntry
 from colossus.checkpoint.matching import natural_order
 from colossus.checkpoint.saved_averages import averages_in
 
-#: largest width of a column; a longer cell moves the cells after it
+#: largest width of a column
 _WIDEST = 72
 
 
@@ -86,10 +86,4 @@ def _table(section: str, tensors: Mapping[str, TensorEntry], aliases: Mapping[st
         numbers, size = _size(entries).split(" numbers, ")
         rows.append((f"  {name}", str(len(entries)), " x ".join(map(str, shape)) or "scalar", dtype, numbers, size))
     rows += [(f"  {alias}", "", f"is {name}", "", "", "") for alias, name in aliases.items()]
-    widths = [min(max(len(row[column]) for row in rows), _WIDEST) for column in range(6)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:{'>' if column in (1, 4, 5) else '<'}{widths[column]}}" for column, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    )
+    return aligned(rows, left_columns=(0, 2, 3), widest=_WIDEST)

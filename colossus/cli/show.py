@@ -187,4 +187,4 @@ def _rank_table(grid: RankGrid, every_rank: bool) -> str:
     num_rows = grid.world_size if every_rank else min(grid.world_size, _MOST_RANKS)
     rows = [[str(rank), *map(str, grid.coordinates(rank).values())] for rank in range(num_rows)]
     more = grid.world_size - num_rows
-    return aligned([["rank", *grid.names], *rows]) + (f"\n({more} more ranks; --all prints them)" if more else "")
+    return aligned([["rank", *grid.names], *rows]) + (f"\n({more:,} more ranks; --all prints them)" if more else "")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from colossus.arithmetic import named_ranks
 from colossus.context.grid import RankGrid
 from colossus.launch.ends import RankEnd
 
@@ -105,19 +106,13 @@ def _line(
     if first is None or not (absent or others or silent):
         return None
     waiting = [rank for rank in inside if rank not in others]
-    line = f"{ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)} in {first}"
+    line = f"{named_ranks(waiting)} wait{'s' * (len(waiting) == 1)} in {first}"
     if others:
-        line += f", where {ranks_in_words(others)} run{'s' * (len(others) == 1)} {inside[others[0]]}"
+        line += f", where {named_ranks(others)} run{'s' * (len(others) == 1)} {inside[others[0]]}"
     line += f", over {axes}"
     if absent:
         was = begun[absent[0]][last[absent[0]]] if last[absent[0]] else "none"
-        line += f"; {ranks_in_words(absent)} did not come to it, the last there: {was}"
+        line += f"; {named_ranks(absent)} did not come to it, the last there: {was}"
     if silent:
-        line += f"; nothing is known of {ranks_in_words(silent)}"
+        line += f"; nothing is known of {named_ranks(silent)}"
     return first.is_done, line
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 0``, ``ranks 0, 2, 3``, ``ranks 0, 1, 2, 3, 4, 5, .. 63``."""
-    numbers = [*map(str, ranks)] if len(ranks) <= 8 else [*map(str, ranks[:6]), f".. {ranks[-1]}"]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from colossus.arithmetic import named_ranks
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
 from colossus.checkpoint.manifest import read_manifest
@@ -18,7 +19,7 @@ from colossus.launch import attempt_log, run_folder
 from colossus.launch.advice import has_few_open_files, open_files_advice
 from colossus.launch.decide import FAILED, Restart, Stop, lost_by_stop
 from colossus.launch.ends import AttemptEnd, RankEnd
-from colossus.launch.recordings import ranks_in_words, who_is_missing
+from colossus.launch.recordings import who_is_missing
 
 _WIDTH = 100
 
@@ -265,10 +266,10 @@ def _others(causes: Sequence[RankEnd], world_size: int) -> list[str]:
         else:
             lines.append(f"rank {rank} also failed: {end.type}: {_shorten(end.message)}")
     if same:
-        lines.insert(0, f"{ranks_in_words(same)} raised the same error.")
+        lines.insert(0, f"{named_ranks(same)} raised the same error.")
     if victims:
         verb = "went away" if first.cause != "stuck" else "did not answer"
-        lines.append(f"{ranks_in_words(victims)} stopped because rank {first.rank} {verb}.")
+        lines.append(f"{named_ranks(victims)} stopped because rank {first.rank} {verb}.")
     return lines
 
 

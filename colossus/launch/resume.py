@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from colossus.arithmetic import counted
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
@@ -97,7 +98,7 @@ class Origin:
         goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == root.resolve()
         if not goes_on and (others := checkpoints(root)):
             raise ConfigError(
-                f"checkpoint.dir {root}: holds {len(others)} checkpoint{'s' * (len(others) > 1)} of another run "
+                f"checkpoint.dir {root}: holds {counted(len(others), 'checkpoint')} of another run "
                 f"already (the newest is {others[-1].name}), which this run would replace and remove; --resume "
                 f"continues it, else give another folder, or move it away"
             )

@@ -181,11 +181,11 @@ def test_show_of_4096_ranks_is_short_unless_asked(config: str, capsys: pytest.Ca
     words = ["show", config, *plan, "--nproc", "4096", "train.global_batch_size=2048"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "plan        data 512 x tensor 8 (2.5d): 4096 processes\n" in text
+    assert "plan        data 512 x tensor 8 (2.5d): 4,096 processes\n" in text
     assert "  tensor  [0 1 .. 7]  [8 9 .. 15]  [16 17 .. 23]  [24 25 .. 31]  ... 512 groups" in text
     assert "  data    [0 8 .. 4088]" in text
     assert "rank  pipeline  data  sequence  depth  row  col\n" in text
-    assert "  63         0     7         0      1    1    1\n(4032 more ranks; --all prints them)" in text
+    assert "  63         0     7         0      1    1    1\n(4,032 more ranks; --all prints them)" in text
     assert main([*words, "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 4096
 
