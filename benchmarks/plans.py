@@ -174,7 +174,7 @@ def report(predicted: Mapping[str, float], measured: Mapping[str, list[float]], 
 
 def main() -> None:
     parser = common.make_parser(__doc__, blocks=5)
-    parser.add_argument("--steps", type=int, default=2, help="of a block (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of a block (default %(default)s)")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="measured before, by colossus doctor --measure")
     parser.add_argument("overrides", nargs="*", help=f"for all plans of {FILE}, for example model.hidden_size=256")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.device_timing import OPERATORS
 from colossus.doctor.network import rank_options
 from colossus.doctor.rank_timing import Seconds, group_sizes, time_cases
-from colossus.doctor.step_timing import step_factor
+from colossus.doctor.step_timing import calibrated
 from colossus.doctor.timing_sizes import ON_CPU, ON_CUDA, Sizes
 from colossus.hardware.hardware import OPERATIONS, ranks_at_once
 from colossus.hardware.measured import (
@@ -103,7 +103,7 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
             if (table := _collective(slowest, operation, ranks)) is not None
         ],
     )
-    return file.model_copy(update={"step_factor": step_factor(file, sizes.steps)}) if sizes.steps else file
+    return calibrated(file, sizes.steps) if sizes.steps else file
 
 
 def _products(slowest: Seconds, dtype: str, sizes: Sizes) -> ProductTable:
@@ -150,7 +150,10 @@ def tables(results: MeasuredFile) -> str:
     )
     parts.append(_operator_rows(results))
     if results.step_factor != 1.0:
-        parts.append(f"a training step takes {results.step_factor:.2f} times as long as its operators by these tables")
+        parts.append(
+            f"in a training step operators take {results.step_factor:.2f} times as long as by these tables, and bytes "
+            f"between ranks {results.traffic_factor:.2f} times"
+        )
     for ranks in sorted({table.ranks for table in results.collectives}):
         of_size = [table for table in results.collectives if table.ranks == ranks]
         parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(of_size)}")

@@ -1,4 +1,4 @@
-"""A real training step beside what its parts take: the factor that the tables of parts leave out."""
+"""Real training steps beside what their parts take: the factors that the tables of parts leave out."""
 
 from __future__ import annotations
 
@@ -11,47 +11,70 @@ from typing import Any
 import torch
 
 from colossus.config import Config, load_config
+from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
+from colossus.doctor.rank_timing import group_sizes
 from colossus.engine.initialize import make_engine
 from colossus.hardware.hardware import ranks_at_once
 from colossus.hardware.measured import Measured, MeasuredFile
 from colossus.planner.estimate import Estimator
 
+_HEADS = 4
+#: samples of a replica
+_BATCH = 16
 #: a step of some tenths of a second, whose activations are of a few MB, as those of a model that fits a CPU
 _CONFIG: dict[str, Any] = dict(
-    model=dict(type="GPT", num_layers=4, hidden_size=128, num_heads=4, vocab_size=256, seq_len=128),
+    model=dict(type="GPT", num_layers=4, hidden_size=128, num_heads=_HEADS, vocab_size=256, seq_len=128),
     data=dict(type="PythonStdlib"),
     optimizer=dict(type="AdamW", lr=1e-3),
-    train=dict(steps=1, global_batch_size=16, clip_grad_norm=1.0),
+    train=dict(steps=1, clip_grad_norm=1.0),
     checkpoint=dict(every=0),
     device="cpu",
 )
 _WARMUP = 2
 
 
-def step_factor(file: MeasuredFile, steps: int) -> float:
-    """Return the seconds of a data-parallel training step over those that the planner adds up from the tables.
+def calibrated(file: MeasuredFile, steps: int) -> MeasuredFile:
+    """Return a file of measured parts, of CPUs, with the factors by which parts take longer in a training step.
 
-    There are as many replicas as cores, or as ranks were measured if these are fewer. The factor has what no table of
-    parts shows: page faults of new activations, caches that other operators have filled, Python between operators,
-    replicas that wait for the slowest, and the noise of the machine, since it is the median of steps while the parts
-    are their minimum.
+    ``step_factor`` comes from a data-parallel step, of as many replicas as cores, or as ranks were measured if these
+    are fewer. It has what no table of parts shows: page faults of new activations, caches that other operators have
+    filled, Python between operators, replicas that wait for the slowest, and the noise of the machine, since it is the
+    median of steps while the parts are their minimum. ``traffic_factor`` comes from a step under 1D tensor parallelism,
+    whose activations are in no cache when they travel.
 
     Args:
-        file: the measured parts, of CPUs.
-        steps: steps that are timed.
+        file: the measured parts.
+        steps: steps of each plan that are timed.
     """
     replicas = min(file.ranks, ranks_at_once(file.cores, file.threads))
-    batch = replicas * _CONFIG["train"]["global_batch_size"]
-    overrides = [f"parallel.data={replicas}", f"train.global_batch_size={batch}"]
-    config = load_config(_CONFIG, overrides, nproc=replicas)
-    predicted = Estimator(Measured(file)).estimate(config).seconds
-    return _measured_step(config, replicas, file.threads, steps) / predicted
+    config = _config(data=replicas, batch=replicas * _BATCH)
+    file = _with(file, step_factor=_measured_step(config, file.threads, steps) / _predicted(file, config))
+    tensor = max((size for size in group_sizes(file.ranks) if _HEADS % size == 0), default=1)
+    if tensor > 1:
+        config = _config(tensor=tensor, batch=replicas * _BATCH)
+        once, twice = (_predicted(_with(file, traffic_factor=factor), config) for factor in (1.0, 2.0))
+        more = (_measured_step(config, file.threads, steps) - once) / (twice - once)
+        file = _with(file, traffic_factor=max(1.0, 1.0 + more))
+    return file
 
 
-def _measured_step(config: Config, replicas: int, threads: int, steps: int) -> float:
+def _with(file: MeasuredFile, **factors: float) -> MeasuredFile:
+    return file.model_copy(update=factors)
+
+
+def _config(*, data: int = 1, tensor: int = 1, batch: int) -> Config:
+    overrides = [f"parallel.data={data}", f"parallel.tensor={tensor}", f"train.global_batch_size={batch}"]
+    return load_config(_CONFIG, overrides, nproc=data * tensor)
+
+
+def _predicted(file: MeasuredFile, config: Config) -> float:
+    return Estimator(Measured(file)).estimate(config).seconds
+
+
+def _measured_step(config: Config, threads: int, steps: int) -> float:
     """Return the seconds of a step of a plan, the mean over its ranks."""
-    with LocalRanks(replicas, partial(_Trainer, config, threads), patience=60.0) as ranks:
+    with LocalRanks(world_size(config.parallel), partial(_Trainer, config, threads), patience=60.0) as ranks:
         return statistics.mean(ranks.call("step_seconds", steps))
 
 

@@ -116,7 +116,8 @@ class MeasuredFile(_Part):
         operator_bytes_per_second: ATen operator -> bytes read and written, for activations that are in no cache.
         matmul, attention: tables by dtype.
         collectives: a table for each collective and number of ranks.
-        step_factor: seconds of a training step of one process over those that its parts add up to; 1 on GPUs.
+        step_factor: seconds of what a rank computes in a training step over those that its parts add up to; 1 on GPUs.
+        traffic_factor: seconds for which bytes travel in a training step over those of the tables; 1 on GPUs.
     """
 
     version: int
@@ -137,6 +138,7 @@ class MeasuredFile(_Part):
     attention: dict[str, AttentionTable] = Field(min_length=1)
     collectives: list[CollectiveTable]
     step_factor: PositiveFloat = 1.0
+    traffic_factor: PositiveFloat = 1.0
 
 
 class Measured(Hardware):
@@ -178,12 +180,14 @@ class Measured(Hardware):
         return self.file.step_factor * num_bytes / rate
 
     def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
-        """Return the seconds of a collective, each rank with cores of its own.
+        """Return the seconds of a collective in a training step, each rank with cores of its own.
 
-        Ranks that shared cores while they were measured were slower by `slowdown`, which is divided out.
+        Ranks that shared cores while they were measured were slower by `slowdown`, which is divided out. What it takes
+        beyond the latency is multiplied by ``traffic_factor``.
         """
         busy = self.file.ranks // 2 if operation == "send" else self.file.ranks  # of two, one waits for the other
-        return self._as_measured(operation, ranks, input_bytes) / self.slowdown(busy)
+        latency, seconds = (self._as_measured(operation, ranks, size) for size in (1.0, input_bytes))
+        return (latency + self.file.traffic_factor * (seconds - latency)) / self.slowdown(busy)
 
     def _as_measured(self, operation: str, ranks: int, input_bytes: float) -> float:
         """Return the seconds between the measured numbers of ranks by logarithms, beyond them by the fitted link."""

@@ -11,12 +11,12 @@ import torch
 from helpers.quick_measure import shorten
 
 from colossus.cli.main import main
-from colossus.config import load_config
 from colossus.doctor import measure, step_timing
 from colossus.doctor.device_timing import OPERATORS, operands
 from colossus.doctor.rank_timing import group_sizes
 from colossus.hardware.hardware import OPERATIONS
 from colossus.hardware.measured import Measured, load_measured
+from colossus.machine import usable_cores
 from colossus.planner.estimate import Estimator
 
 
@@ -50,17 +50,23 @@ def test_three_ranks_are_measured(
     assert ": 3 ranks at once, of 1 thread each, torch " in out
     assert re.search(rf"\n24 +{2 * 24**3 / file.matmul['fp32'].seconds[2][0] / 1e9:.1f}\n", out)
     assert "\n3 ranks, by the bytes of the whole tensor\n" in out
-    assert f"\na training step takes {file.step_factor:.2f} times as long as its operators by these tables\n" in out
-    assert 0 < file.step_factor != 1
+    factors = f"take {file.step_factor:.2f} times as long as by these tables, and bytes between ranks "
+    assert f"\nin a training step operators {factors}{file.traffic_factor:.2f} times\n" in out
+    assert 0 < file.step_factor != 1 <= file.traffic_factor
     assert out.endswith(f"written to {path}\n")
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_planner_predicts_the_step_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(step_timing._CONFIG, nproc=1)
-    monkeypatch.setattr(step_timing, "_measured_step", lambda *_: 2.0)
-    file = measure.measure_ranks(1, "cpu", replace(measure.ON_CPU, steps=1))
-    assert Estimator(Measured(file)).estimate(config).seconds == pytest.approx(2.0)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_planner_predicts_the_steps_that_were_measured(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_timing, "_measured_step", lambda config, *_: 2.0 + config.parallel.tensor.size)
+    estimator = Estimator(Measured(measure.measure_ranks(ranks, "cpu", replace(measure.ON_CPU, steps=1))))
+    replicas = min(ranks, usable_cores())
+    batch = 16 * replicas
+    replicated = step_timing._config(data=replicas, batch=batch)
+    assert estimator.estimate(replicated).seconds == pytest.approx(3.0, rel=0.05)  # its sums do not take the factor
+    if ranks == 2:
+        assert estimator.estimate(step_timing._config(tensor=2, batch=batch)).seconds == pytest.approx(4.0)
 
 
 @pytest.mark.long

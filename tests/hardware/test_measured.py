@@ -178,6 +178,15 @@ def test_a_measured_step_scales_what_a_rank_computes_and_no_collective() -> None
     assert step.collective_seconds("all_reduce", 4, 4000) == parts.collective_seconds("all_reduce", 4, 4000)
 
 
+def test_a_measured_step_scales_the_bytes_of_collectives_and_not_their_latency() -> None:
+    parts, step = measured(), Measured(MeasuredFile.model_validate(file_of() | {"traffic_factor": 3.0}))
+    small, large = (
+        [machine.collective_seconds("all_reduce", 4, size) for machine in (parts, step)] for size in (1, 4e6)
+    )
+    assert small[0] == pytest.approx(small[1])
+    assert large[1] - small[1] == pytest.approx(3 * (large[0] - small[0]))
+
+
 def test_ranks_that_share_cores() -> None:
     """What was measured between twice as many ranks as cores is told as of ranks with a core each."""
     alone, shared = measured(), Measured(MeasuredFile.model_validate(file_of() | {"cores": 2}))
