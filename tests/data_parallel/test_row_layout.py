@@ -17,13 +17,15 @@ from colossus.data_parallel.zero.row_layout import RowLayout
 PARAMETERS = st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(1, 3))
 
 
-def expected_rows(layout: RowLayout, wholes: dict[nn.Parameter, Tensor], ranks: int) -> Tensor:
+def expected_rows(layout: RowLayout, wholes: list[Tensor | None], ranks: int) -> Tensor:
     """Return the rows of all ranks, element by element; padding and parameters without a value are 0."""
     rows = torch.zeros(ranks, layout.size)
     for piece in layout.pieces:
-        for index in range(piece.count if piece.param in wholes else 0):
+        whole = wholes[piece.index]
+        for index in range(0 if whole is None else piece.count):
+            assert whole is not None
             rank, place = divmod(index, piece.width)
-            rows[rank, piece.offset + place] = wholes[piece.param][piece.start + index]
+            rows[rank, piece.offset + place] = whole[piece.start + index]
     return rows
 
 
@@ -39,7 +41,7 @@ def test_rows_of_many_ranks_are_copied_at_once(
         shards[param] = SimpleNamespace(shards=[SimpleNamespace(rows=span) for span in spans])
     with patch.object(flat_rows, "spec_of", shards.__getitem__):
         layout = RowLayout(params, ranks)
-    wholes = {param: param.data.reshape(-1) for number, param in enumerate(params) if number != missing}
+    wholes = [None if number == missing else param.data.reshape(-1) for number, param in enumerate(params)]
 
     rows = torch.full((ranks, layout.size), -1.0)
     filled, empty = layout.parts(rows, wholes, 0)
@@ -51,7 +53,7 @@ def test_rows_of_many_ranks_are_copied_at_once(
     assert torch.equal(rows, expected)
 
     # back, in runs of consecutive ranks, as they come
-    gathered = {param: torch.zeros_like(whole) for param, whole in wholes.items()}
+    gathered = [None if whole is None else torch.zeros_like(whole) for whole in wholes]
     first = 0
     while first < ranks:
         number = data.draw(st.integers(1, ranks - first))
@@ -59,5 +61,6 @@ def test_rows_of_many_ranks_are_copied_at_once(
         for part, whole in zip(parts, layout.wholes(gathered, first, number), strict=True):
             whole.copy_(part)
         first += number
-    assert all(torch.equal(gathered[param], whole) for param, whole in wholes.items())
+    for value, whole in zip(gathered, wholes, strict=True):
+        assert (value is None and whole is None) or torch.equal(value, whole)
     assert len(filled) <= 2 * len(layout.pieces)  # whatever the number of ranks

@@ -79,8 +79,9 @@ class FlatRows:
                 stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:
                 set_gradient_dtype(param, dtypes.gradient)
-        #: the views that every gather writes to, by the first of the ranks that sent the rows and their number
-        self._targets: dict[tuple[int, int], list[Tensor]] = {}
+        #: the flat parameters that a gather writes to, and its views of them, by the first of the ranks that sent the
+        #: rows and their number
+        self._targets: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = {}
         self._types = [type(param) for param in self.params]
 
     def _store(self) -> list[Tensor]:
@@ -152,14 +153,15 @@ class FlatRows:
         for rows in stacked:
             if self._is_beside:
                 rows.record_stream(torch.get_device_module(self.device).current_stream(self.device))
-            is_own = first == self.group.index and len(rows) == 1
-            params = set(self.params) - self._views if is_own else set(self.params)
-            key = first, len(rows)
+            is_own = first == self.group.index and rows.shape[0] == 1
+            key = first, rows.shape[0]
             if key not in self._targets:
-                self._targets[key] = self.layout.wholes({param: param.data.view(-1) for param in params}, *key)
-            targets += self._targets[key]
-            sources += self.layout.parts(rows, params, first)[0]
-            first += len(rows)
+                flats = [None if is_own and param in self._views else param.data.view(-1) for param in self.params]
+                self._targets[key] = flats, self.layout.wholes(flats, *key)
+            flats, wholes = self._targets[key]
+            targets += wholes
+            sources += self.layout.parts(rows, flats, first)[0]
+            first += rows.shape[0]
         if sources:
             torch._foreach_copy_(targets, sources)
 

@@ -68,12 +68,12 @@ class RowGradients:
     def _fill(self, stacked: Tensor) -> None:
         layout = self.flat.layout
         rows, flags = stacked.split([layout.size, len(self.params)], 1)
-        values = {param: param.grad.reshape(-1) for param in self.params if param.grad is not None}
+        values = [None if param.grad is None else param.grad.reshape(-1) for param in self.params]
         targets, empty = layout.parts(rows, values, 0)
         flags.fill_(1.0)
         empty += [flags[:, index] for index, is_present in enumerate(self._present) if not is_present]
         if targets:
-            torch._foreach_copy_(targets, layout.wholes(values, 0, len(rows)))
+            torch._foreach_copy_(targets, layout.wholes(values, 0, rows.shape[0]))
         if empty:
             torch._foreach_zero_(empty)
 

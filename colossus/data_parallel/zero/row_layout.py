@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ class Piece:
 
     Attributes:
         param: the parameter.
+        index: its number among the parameters of the layout.
         start: the shard's first element in the whole parameter.
         count: its number of elements.
         offset: the place of a rank's part of it in the rank's flat rows.
@@ -25,6 +26,7 @@ class Piece:
     """
 
     param: nn.Parameter
+    index: int
     start: int
     count: int
     offset: int
@@ -54,14 +56,16 @@ class RowLayout:
     def __init__(self, params: Sequence[nn.Parameter], ranks: int) -> None:
         self.pieces: list[Piece] = []
         self.size = 0
-        for param in params:
+        for index, param in enumerate(params):
             row = math.prod(param.shape[1:])
             for shard in spec_of(param).shards:
                 start, stop = shard.rows
                 width = rows_per_rank(stop - start, ranks) * row
-                self.pieces.append(Piece(param, start * row, (stop - start) * row, self.size, width))
+                self.pieces.append(Piece(param, index, start * row, (stop - start) * row, self.size, width))
                 self.size += width
         self._widths = [piece.width for piece in self.pieces]
+        #: `Piece.over` of each piece, by the first of consecutive ranks and their number
+        self._spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def pieces_of(self, param: nn.Parameter) -> list[Piece]:
         return [piece for piece in self.pieces if piece.param is param]
@@ -71,36 +75,37 @@ class RowLayout:
         first, count = piece.on(rank)
         return whole[piece.start + first :][:count]
 
-    def wholes(self, values: Mapping[nn.Parameter, Tensor], first: int, ranks: int) -> list[Tensor]:
+    def wholes(self, values: Sequence[Tensor | None], first: int, ranks: int) -> list[Tensor]:
         """Return views of whole parameters or their gradients, in the order of `parts`.
 
         Args:
-            values: flat values of parameters; the pieces of others are left out.
+            values: the flat value of each parameter; None: its pieces are left out.
             first: the first of consecutive ranks.
             ranks: their number.
         """
         views: list[Tensor] = []
-        for piece in self.pieces:
-            if piece.param in values:
-                full, rest = piece.over(first, ranks)
+        for piece, (full, rest) in zip(self.pieces, self._over(first, ranks), strict=True):
+            value = values[piece.index]
+            if value is not None:
                 begin, middle = piece.start + first * piece.width, piece.start + (first + full) * piece.width
-                views += [values[piece.param][begin:middle].view(full, -1)] if full else []
-                views += [values[piece.param][middle : middle + rest]] if rest else []
+                views += [value[begin:middle].view(full, -1)] if full else []
+                views += [value[middle : middle + rest]] if rest else []
         return views
 
-    def parts(self, rows: Tensor, values: Container[nn.Parameter], first: int) -> tuple[list[Tensor], list[Tensor]]:
+    def parts(self, rows: Tensor, values: Sequence[object], first: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the flat rows of consecutive ranks, [ranks, size]: those that have values, and the others.
 
         Args:
             rows: the flat rows.
-            values: the parameters that have values.
+            values: the value of each parameter; None: it has none.
             first: the first of the ranks.
         """
         views: list[Tensor] = []
         empty: list[Tensor] = []
-        for piece, own in zip(self.pieces, rows.split(self._widths, 1), strict=True):
-            full, rest = piece.over(first, len(rows)) if piece.param in values else (0, 0)
-            if full == len(rows):
+        ranks = rows.shape[0]
+        for piece, own, span in zip(self.pieces, rows.split(self._widths, 1), self._over(first, ranks), strict=True):
+            full, rest = span if values[piece.index] is not None else (0, 0)
+            if full == ranks:
                 views.append(own)
                 continue
             views += [own[:full]] if full else []
@@ -109,3 +114,9 @@ class RowLayout:
                 empty.append(own[full, rest:])
             empty.append(own[full + (rest > 0) :])
         return views, [view for view in empty if view.numel()]
+
+    def _over(self, first: int, ranks: int) -> list[tuple[int, int]]:
+        spans = self._spans.get((first, ranks))
+        if spans is None:
+            spans = self._spans[first, ranks] = [piece.over(first, ranks) for piece in self.pieces]
+        return spans
