@@ -50,8 +50,7 @@ class Estimator:
         """
         _require_exact(config)
         config, overrides = self.with_stated_split(config, overrides)
-        profile = self.profile(config)
-        player = self.player(config)
+        profile, player, devices = self.profile(config), self.player(config), world_size(config.parallel)
         ranks = ranks_for(player, config, profile, stages_of(config, profile.facts))
         memory = memory_of(config, profile, ranks)
         lines = [RankTimeline(profile, rank, player) for rank in ranks]
@@ -59,20 +58,27 @@ class Estimator:
         spans, sums_end = play_step(lines, transfer)
         parameters = len(profile.facts.parameters) / len(lines)
         updates = [update_seconds(self.hardware, rank.stored, parameters) for rank in memory.ranks]
-        ends = [max(own[-1].end if own else 0.0, end) for own, end in zip(spans, sums_end, strict=True)]
         finishes = [line.end + update for line, update in zip(lines, updates, strict=True)]
-        alone = max(line.begin for line in lines) + max(ends) + max(finishes)
+        around = max(line.begin for line in lines) + max(finishes)
+        alone = around + _end(spans, sums_end)
         busy = [
             sum(span.end - span.start for span in own) + line.begin + finish
             for own, line, finish in zip(spans, lines, finishes, strict=True)
         ]
-        seconds = max(alone, self._shared(config, busy))
+        at_once = self.hardware.at_once
+        #: ranks of a host that are at the same place of the pipeline
+        copies = devices / len(lines) / self.hosts
+        seconds = alone
+        if at_once is not None and copies * len(lines) > at_once:  # they share cores (see `Hardware.slowdown`)
+            shared = play_step(lines, transfer, copies=copies, at_once=at_once)
+            slowest = around * max(1.0, copies / at_once) + _end(*shared)
+            seconds = max(alone, slowest, sum(busy) * copies / at_once)
         costs = [line.axes(own, transfer) for line, own in zip(lines, spans, strict=True)]
         busiest = max(range(len(busy)), key=busy.__getitem__)
         parts = _parts(lines[busiest], spans[busiest], costs[busiest])
         parts |= {"optimizer": updates[busiest], "waiting for cores": seconds - alone}
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
-        batch, devices = config.train.global_batch_size, world_size(config.parallel)
+        batch = config.train.global_batch_size
         peak = self.hardware.peak_flops(config.train.precision.compute)
         return PlanEstimate(
             config=config,
@@ -106,19 +112,6 @@ class Estimator:
         parallel = config.parallel.model_copy(update={"pipeline": pipeline.model_copy(update={"split": counts})})
         split = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
         return config.model_copy(update={"parallel": parallel}), (*overrides, split)
-
-    def _shared(self, config: Config, busy: Sequence[float]) -> float:
-        """Return the least seconds of a step whose ranks share the cores of their host (see `Hardware.slowdown`).
-
-        Args:
-            config: the config of the plan.
-            busy: seconds for which each pipeline rank has work.
-        """
-        at_once = self.hardware.at_once
-        if at_once is None:
-            return 0.0
-        copies = world_size(config.parallel) / len(busy)
-        return sum(busy) * copies / self.hosts / at_once
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
         """Return the profile of a config's layout.
@@ -196,6 +189,11 @@ def _transfer_seconds(lines: Sequence[RankTimeline], player: TracePlayer) -> flo
         return 0.0
     most = max(lines[0].profile.blocks[stop - 1].passed for stop in lines[0].stages.bounds[1:-1])
     return player.placement.seconds(player.hardware, "send", "pipeline", most)
+
+
+def _end(spans: Sequence[Sequence[Span]], sums_end: Sequence[float]) -> float:
+    """Return the second at which the last action of all ranks and the last sum of gradients have ended."""
+    return max(*(own[-1].end for own in spans if own), *sums_end)
 
 
 def _parts(line: RankTimeline, spans: Sequence[Span], costs: Mapping[str, AxisCost]) -> dict[str, float]:

@@ -269,12 +269,16 @@ def ranks_for(
     return [PlanRank(profile.facts, config, own, on_cpu=on_cpu, ranks_per_host=per_host) for own in stages]
 
 
-def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list[Span]], list[float]]:
+def play_step(
+    ranks: Sequence[RankTimeline], transfer: float, *, copies: float = 1.0, at_once: int | None = None
+) -> tuple[list[list[Span]], list[float]]:
     """Simulate a step.
 
     Args:
         ranks: timelines of all pipeline ranks.
         transfer: seconds of a message from stage to stage.
+        copies: ranks of a host that are at the same place of the pipeline.
+        at_once: ranks of a host that can be busy without taking each other's cores; None: all.
 
     Returns:
         The spans of each rank, and the second at which all its reductions have ended.
@@ -282,13 +286,15 @@ def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list
     rank_of = ranks[0].stages.rank_of
 
     def duration(action: Action) -> float:
-        return ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
+        return slower * ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
 
-    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer)
+    slower = 1.0 if at_once is None else max(1.0, copies / at_once)
+    places = None if at_once is None else max(1, int(at_once / copies))
+    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer, at_once=places)
     ends = []
     for rank, own in zip(ranks, spans, strict=True):
         behind = [
-            span.start + rank.cost(span.action).until_sent
+            span.start + slower * rank.cost(span.action).until_sent
             for span in own
             if span.action.kind in LAST_USE and rank.is_last(span.action)
         ]

@@ -7,6 +7,8 @@ as they may with any backend once its buffers are full, and block both ranks whi
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,10 +118,25 @@ def simulate(actions: Actions, times: Times | None = None, *, blocking: bool = F
     return Simulation(play(actions, times.of, transfer=times.transfer, blocking=blocking))
 
 
-def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blocking: bool = False) -> list[list[Span]]:
+def play(
+    actions: Actions,
+    duration: Duration,
+    *,
+    transfer: float = 0.0,
+    blocking: bool = False,
+    at_once: int | None = None,
+) -> list[list[Span]]:
     """Return the span of every action of every rank.
 
     In lists without any transfer, the results of one rank are at once on all others.
+
+    Args:
+        actions: the actions of each rank.
+        duration: the time of each action.
+        transfer: the time of a value on the wire.
+        blocking: a send and its receive block both of their ranks.
+        at_once: so many ranks can compute at the same time, since they share cores: one that could start waits until
+            another has ended an action, the one that could start first before others; None: all.
 
     Raises:
         Deadlock: ranks wait for each other for ever.
@@ -131,9 +148,11 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
     now = [0.0] * len(actions)
     #: for each rank, the time from which a value is there, and the ranks that wait for a value on it
     available: list[dict[Value, float]] = [{} for _ in actions]
-    waiting: list[dict[Value, list[int]]] = [{} for _ in actions]
+    waiting: list[dict[Value, set[int]]] = [{} for _ in actions]
     #: ranks that may be able to run their next action
     todo = [*reversed(range(len(actions)))]
+    #: the times from which cores are free, a heap
+    cores = [0.0] * (at_once or 0)
 
     def next_of(rank: int) -> Action | None:
         return actions[rank][len(spans[rank])] if len(spans[rank]) < len(actions[rank]) else None
@@ -146,7 +165,7 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
             at = rank if has_transfers else rank_of[need.stage]
             time = available[at].get(need)
             if time is None:
-                waiting[at].setdefault(need, []).append(rank)
+                waiting[at].setdefault(need, set()).add(rank)
                 return None
             latest = max(latest, time)
         return latest
@@ -194,15 +213,27 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
         if ready_at is None:
             return False
         start = max(now[rank], ready_at)
+        if cores and action.kind in COMPUTE:
+            start = max(start, cores[0])
+            heapq.heapreplace(cores, start + duration(action))
         run(rank, action, start, start + duration(action))
         if action.kind in SENDS:
             deliver(action, start + transfer)
         return True
 
+    def could_start(rank: int) -> float:
+        action = next_of(rank)
+        ready_at = None if action is None else ready(rank, action)
+        return math.inf if ready_at is None else max(now[rank], ready_at)
+
     while todo:
+        if cores:  # in the order of time, as cores are given
+            todo = sorted(set(todo), key=could_start, reverse=True)
         rank = todo.pop()
         while advance(rank):
-            pass
+            if cores:
+                todo.append(rank)
+                break
     waiting_at = {rank: len(own) for rank, own in enumerate(spans) if len(own) < len(actions[rank])}
     if waiting_at:
         raise Deadlock(waiting_at)
