@@ -71,8 +71,9 @@ PLANS = (
 #: of what a machine is measured at where it is only to run
 SMOKE = replace(ON_CPU, matmul=(8, 64), lengths=(32, 64), messages=(1 << 10, 1 << 16), seconds=0.0, steps=1)
 OWN = ("checkpoint.every=0", "train.eval_every=0")
-#: of a plan; and of those of a group together, which are all there while one of them runs
-MOST_RANKS, RANKS_OF_GROUP = 8, 20
+#: of a plan; and of those of a group together, which are all there while one of them runs: each waits in a few threads
+#: of gloo, which wake up a hundred times a second
+MOST_RANKS, RANKS_OF_GROUP = 8, 8
 DEVICES = 4
 
 

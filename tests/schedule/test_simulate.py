@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from colossus.schedule.actions import COMPUTE
 from colossus.schedule.build import make_schedule
-from colossus.schedule.simulate import Times, simulate
+from colossus.schedule.simulate import Times, play, simulate
 
 TWO = make_schedule("1f1b", 2, 2)
 
@@ -37,3 +40,17 @@ def test_weights_hold_their_activation_until_they_have_their_gradient() -> None:
     found = simulate(make_schedule("zb-h1", 2, 2))
     assert found.makespan == 7
     assert found.peaks == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_ranks_that_share_cores_take_turns(kind: str, at_once: int) -> None:
+    actions, times = make_schedule(kind, 4, 6), Times(transfer=0.25)
+    spans = play(actions, times.of, transfer=times.transfer, at_once=at_once)
+    assert [[span.action for span in own] for own in spans] == [list(own) for own in actions]
+    computing = sorted((s.start, s.end) for own in spans for s in own if s.action.kind in COMPUTE)
+    assert all(sum(begin <= start < end for begin, end in computing) <= at_once for start, _ in computing)
+    work, end = sum(end - start for start, end in computing), max(own[-1].end for own in spans)
+    alone = simulate(actions, times).makespan
+    assert max(alone, work / at_once) <= end <= alone + work / at_once  # never idle while a rank could start (Graham)
+    assert end == alone or at_once < 4
