@@ -260,8 +260,7 @@ TABLE_OPTIMIZERS = Registry(
     },
 )
 _LR_SCHEDULES = (
-    "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "one_cycle", "polynomial", "step",
-    "wsd",
+    "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "polynomial", "step", "wsd",
 )  # fmt: skip
 _TORCH_LR_SCHEDULES = (
     "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LambdaLR", "LinearLR",
@@ -270,7 +269,8 @@ _TORCH_LR_SCHEDULES = (
 LR_SCHEDULES = Registry(
     "learning-rate schedule",
     {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES},
-    refused={name: f"use torch's by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES},
+    refused={name: f"use torch's by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES}
+    | {"one_cycle": "use torch's, torch.optim.lr_scheduler:OneCycleLR, with max_lr and total_steps"},
     passed=("optimizer", "progress", "min_ratio", "step", "schedule_steps", "warmup_steps", "lr"),
 )
 _SCHEDULES = {"1f1b": "one_f_one_b", "gpipe": "gpipe", "interleaved": "interleaved", "zb-h1": "zb_h1", "zb-v": "zb_v"}

@@ -88,7 +88,7 @@ def owners(path: Path) -> None:
 
 
 def learning_rates(path: Path) -> None:
-    """Draw schedules of 200 steps, 20 of them a warm-up where they have none of their own; a batch of 64 that grows."""
+    """Draw schedules of 200 steps, 20 of them a warm-up; a batch of 64 that grows."""
     steps = range(200)
     schedules: list[dict[str, Any]] = [
         dict(type="cosine", min_ratio=0.1),
@@ -98,15 +98,15 @@ def learning_rates(path: Path) -> None:
         dict(type="step", every=60, gamma=0.5),
         dict(type="multistep", milestones=[0.4, 0.8], gamma=0.3),
         dict(type="cosine_restarts", cycles=2, mult=2),
-        dict(type="one_cycle", warmup_steps=0),
+        dict(type="polynomial", power=2),
     ]
     panels = []
     for schedule in schedules:
-        own = {"warmup_steps": 20, **schedule}
+        own = dict(warmup_steps=20, **schedule)
         rates = LearningRates(load_config(dict(optimizer=dict(lr=1.0), train=dict(steps=len(steps)), lr_schedule=own)))
         title = ", ".join(str(value) if key == "type" else f"{key}={value!r}" for key, value in schedule.items())
         line = Line("", [step + 1 for step in steps], [rates.at(step) for step in steps])
-        panels.append(Panel(title.removesuffix(", warmup_steps=0"), [line], y_label="part of the peak"))
+        panels.append(Panel(title, [line], y_label="part of the peak"))
     sizes = BatchSizes(64, BatchRamp(start=16, steps=120))
     line = Line("", [step + 1 for step in steps], [sizes.at(step) for step in steps])
     save_charts([*panels, Panel("batch_ramp: start=16, steps=120", [line], y_label="sequences")], path)

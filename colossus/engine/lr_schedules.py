@@ -27,7 +27,6 @@ def _when(value: Any) -> Any:
 
 
 When = Annotated[Any, AfterValidator(_when)]
-Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 
 def constant(progress: float, min_ratio: float) -> float:
@@ -130,37 +129,6 @@ def cosine_restarts(
             break
         position, length = position - length, length * mult
     return cosine(min(1.0, position / length), min_ratio)
-
-
-def one_cycle(
-    progress: float,
-    min_ratio: float,
-    step: int,
-    schedule_steps: int,
-    warmup_steps: int,
-    pct_start: Below1 = 0.3,
-    anneal_strategy: Literal["cos", "linear"] = "cos",
-    div_factor: Positive = 25.0,
-    final_div_factor: Positive = 1e4,
-) -> float:
-    """Rise to the peak and decrease again (1708.07120), as torch's ``OneCycleLR`` with the schedule's ``total_steps``.
-
-    Args:
-        pct_start: fraction of the steps in which the learning rate rises.
-        div_factor: peak over the first learning rate.
-        final_div_factor: first over the last learning rate.
-    """
-    if warmup_steps or min_ratio:
-        raise ValueError(
-            "one_cycle has its own warm-up (pct_start, div_factor) and its own end (final_div_factor): remove "
-            "warmup_steps and min_ratio"
-        )
-    first, last, top = 1.0 / div_factor, schedule_steps - 1, pct_start * schedule_steps - 1
-    step = min(step, last)
-    start, end, done = first, 1.0, step / top if top else 1.0
-    if step >= top:
-        start, end, done = 1.0, first / final_div_factor, (step - top) / (last - top)
-    return end + (start - end) * (_half_cosine(done) if anneal_strategy == "cos" else 1.0 - done)
 
 
 def _half_cosine(done: float) -> float:

@@ -47,13 +47,6 @@ OF_TORCH: dict[str, tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = {
     "polynomial": (dict(power=1.7), (scheduler.PolynomialLR, dict(total_iters=STEPS, power=1.7))),
     "step": (dict(every=0.25, gamma=0.6), (scheduler.StepLR, dict(step_size=12, gamma=0.6))),
     "multistep": (dict(milestones=[30, 0.24]), (scheduler.MultiStepLR, dict(milestones=[12, 30]))),
-    "one_cycle": (
-        dict(pct_start=0.23, div_factor=10, final_div_factor=50),
-        (
-            scheduler.OneCycleLR,
-            dict(max_lr=PEAK, total_steps=STEPS, pct_start=0.23, div_factor=10, final_div_factor=50),
-        ),
-    ),
 }
 #: those with a warm-up, which begins at 0 there: ours, theirs
 OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
@@ -94,11 +87,6 @@ def test_a_schedule_is_that_of_transformers_behind_the_warm_up(name: str) -> Non
     assert mine[:WARMUP] == pytest.approx([PEAK * (step + 1) / WARMUP for step in range(WARMUP)])
 
 
-def test_one_cycle_in_straight_lines() -> None:
-    mine = rates(type="one_cycle", anneal_strategy="linear")
-    assert_same(mine, theirs(scheduler.OneCycleLR, max_lr=PEAK, total_steps=STEPS, anneal_strategy="linear"))
-
-
 def test_cycles_that_grow_end_with_the_run() -> None:
     mine = rates(steps=63, type="cosine_restarts", cycles=3, mult=2, min_ratio=0.1)
     again = scheduler.CosineAnnealingWarmRestarts
@@ -111,8 +99,6 @@ def test_behind_the_schedule_its_last_value_stays() -> None:
         assert rates(train=dict(schedule_steps=20), type=name, min_ratio=0.1, **own)[20:] == [
             pytest.approx(0.1 * PEAK)
         ] * (STEPS - 20)
-    ends = rates(train=dict(schedule_steps=20), type="one_cycle")[19:]
-    assert ends == [pytest.approx(PEAK / 25 / 1e4)] * (STEPS - 19)
 
 
 def _of_the_place(progress: float, min_ratio: float, step: int, schedule_steps: int, share: float = 1.0) -> float:
@@ -138,6 +124,7 @@ def _sequence(optimizer: Any, first: int) -> Any:
     [
         ("torch.optim.lr_scheduler:CosineAnnealingLR", scheduler.CosineAnnealingLR, dict(T_max=11)),
         (scheduler.CyclicLR, scheduler.CyclicLR, dict(base_lr=0.01, max_lr=0.2, step_size_up=5)),
+        (scheduler.OneCycleLR, scheduler.OneCycleLR, dict(max_lr=2 * PEAK, total_steps=STEPS)),
         (_sequence, _sequence, dict(first=6)),
     ],
 )
@@ -165,7 +152,7 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
         (dict(type="wsd", decay=45, warmup_steps=7), "warmup_steps = 7 and decay = 45 steps are more than"),
         (dict(type="multistep"), "lr_schedule.milestones: is missing"),
         (dict(type="multistep", milestones=[]), "lr_schedule.milestones: must not be empty"),
-        (dict(type="one_cycle", warmup_steps=7), "remove warmup_steps and min_ratio"),
+        (dict(type="one_cycle"), "use torch's, torch.optim.lr_scheduler:OneCycleLR, with max_lr and total_steps"),
         (dict(type="StepLR"), "use torch's by its path, torch.optim.lr_scheduler:StepLR"),
         (dict(type="inverse_sqrt"), "set warmup_steps, or timescale"),
         (dict(type="cosine_restarts", cycles=2.5), "lr_schedule.cycles: must be a whole number, got 2.5"),
