@@ -17,7 +17,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layout.parameter import spec_of
+from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -25,16 +25,23 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 _PART_BEHIND = 1 / 8
 
 
-def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
-    """Return the axes over which this rank's gradient of a parameter is a partial sum.
+def partial_axes(spec: ParameterSpec, context: ParallelContext) -> tuple[str, ...]:
+    """Return the axes over which the gradient of a whole parameter is a partial sum.
 
     Layers record these axes at each use of a parameter. A parameter without a record is a plain torch module's, whose
-    input is in the whole layout, sharded over the batch only. Axes that shard a parameter for storage are left out:
-    its gradient has been reduce-scattered over them.
+    input is in the whole layout, sharded over the batch only.
+    """
+    recorded = spec.gradient_axes
+    return recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
+
+
+def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
+    """Return the axes of several ranks over which this rank's gradient of a parameter is a partial sum.
+
+    Axes that shard a parameter for storage are left out: its gradient has been reduce-scattered over them.
     """
     spec = spec_of(parameter)
-    recorded = spec.gradient_axes
-    axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
+    axes = partial_axes(spec, context)
     nontrivial = {axis for axis in axes if context.grid.sizes[axis] > 1 and axis not in spec.layout.stored}
     return tuple(axis for axis in context.grid.names if axis in nontrivial)
 

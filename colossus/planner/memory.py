@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from colossus.config import Config
 from colossus.config.plans import name_of
 from colossus.planner.layout_profile import LayoutProfile, profile_layout
-from colossus.planner.memory_play import MemoryPlay, TiedBytes
+from colossus.planner.memory_play import MemoryPlay
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.plan_estimate import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.plan_stages import RankStages, layout_config, splits_backward, stages_of
+from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
 from colossus.planner.rank_parameters import PlanAxes, RankParameters
 from colossus.schedule.actions import in_flight
 
@@ -66,9 +66,7 @@ def memory_of(
     memories: list[RankMemory] = []
     for rank in ranks:
         stored, stages = stored_bytes(rank, profile.optimizer, exact=exact), rank.stages
-        # a schedule that splits backward defers incomplete gradients, too
-        tied = TiedBytes() if stages.splits_backward else _tied_gradients(profile, stages)
-        play = MemoryPlay(profile.blocks, rank, stored, tied, times=times)
+        play = MemoryPlay(profile.blocks, rank, stored, times=times)
         memories.append(RankMemory(stages.rank, stages.stages, max(in_flight(stages.actions)), stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
@@ -99,30 +97,6 @@ def stored_bytes(rank: RankParameters, optimizer: OptimizerMemory, *, exact: boo
         between += count * size * form.is_trainable
     state, update = optimizer.bytes(rank, exact=exact)
     return StoredBytes(weights + rows, state, between, update, rows + state if axes.stage and zero.offload else 0)
-
-
-def _tied_gradients(profile: LayoutProfile, rank: RankStages) -> TiedBytes:
-    """Return the bytes of incomplete gradients of tied parameters that a rank's backward holds.
-
-    From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran one
-    backward through all blocks; a rank runs one through each of its stages.
-    """
-    tied = TiedBytes()
-    for param in profile.facts.parameters:
-        if len(param.blocks) == 1 or not param.kind.form.is_trainable:
-            continue
-        size = param.kind.gradient_bytes
-        for block in range(param.blocks[0], param.blocks[-1]):
-            tied.in_profile[block] += size
-        # the last block that uses a weight that is gathered for the step has recorded its whole gradient
-        is_lasting = profile.blocks[param.blocks[-1]].lasting.reduced >= size
-        for stage in rank.stages:
-            users = [block for block in param.blocks if block in rank.blocks_of(stage)]
-            if len(users) > 1:
-                changes = tied.in_last if is_lasting else tied.in_each
-                changes[users[-1]] += size
-                changes[users[0]] -= size
-    return tied
 
 
 def _notes(config: Config) -> list[str]:

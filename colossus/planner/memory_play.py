@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from colossus.data_parallel.zero.zero import MAX_REDUCTIONS
 from colossus.planner.layout_profile import BlockProfile
@@ -13,21 +12,6 @@ from colossus.planner.plan_rank import PlanRank
 from colossus.planner.recorded_memory import Level
 from colossus.planner.step_traffic import BlockGather, Reduction
 from colossus.schedule.actions import INPUT_GRADIENT, Action
-
-
-@dataclass(frozen=True)
-class TiedBytes:
-    """Bytes of incomplete gradients of tied parameters, by block.
-
-    Attributes:
-        in_profile: those that the profile counts as activations while the block runs backward.
-        in_each: the change on the rank behind the block's backward.
-        in_last: the same behind its backward of the last microbatch, where their whole gradients wait for that.
-    """
-
-    in_profile: Counter[int] = field(default_factory=Counter)
-    in_each: Counter[int] = field(default_factory=Counter)
-    in_last: Counter[int] = field(default_factory=Counter)
 
 
 class MemoryPlay:
@@ -41,15 +25,12 @@ class MemoryPlay:
         blocks: profiles of the model's blocks.
         rank: the rank.
         stored: bytes that it stores.
-        tied: incomplete gradients of tied parameters.
         times: samples of a microbatch over those of the profiles; activations are scaled by it.
     """
 
-    def __init__(
-        self, blocks: Sequence[BlockProfile], rank: PlanRank, stored: StoredBytes, tied: TiedBytes, *, times: float
-    ) -> None:
+    def __init__(self, blocks: Sequence[BlockProfile], rank: PlanRank, stored: StoredBytes, *, times: float) -> None:
         self._blocks, self._traffic, self._rank, self._stored = blocks, rank, rank.stages, stored
-        self._tied, self._times = tied, times
+        self._times = times
         self._scope, self._first_trained = rank.config.parallel.tensor.weights, rank.model.first_trained
         self._gathers = {gather.block: gather for gather in rank.gathers}
         self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
@@ -78,6 +59,11 @@ class MemoryPlay:
         self._begun: set[int] = set()
         self._peak = -1.0
         self._kinds: dict[str, int] = {}
+        #: bytes of incomplete gradients of tied parameters, by block: those that the profile counts as activations
+        #: while the block runs backward, and the change on the rank behind each of its backwards, and behind the last
+        self._tied, self._tied_in_each, self._tied_in_last = Counter[int](), Counter[int](), Counter[int]()
+        if not rank.stages.splits_backward:  # such a schedule defers incomplete gradients, too
+            self._add_tied()
 
     def run(self) -> dict[str, int]:
         """Return the bytes by kind at the peak of the step.
@@ -98,6 +84,27 @@ class MemoryPlay:
                     self._start(reduction)
         self._finish()
         return self._kinds
+
+    def _add_tied(self) -> None:
+        """Add the bytes of incomplete gradients of tied parameters that the rank's backwards hold.
+
+        From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran
+        one backward through all blocks; a rank runs one through each of its stages.
+        """
+        for param in self._traffic.model.parameters:
+            if len(param.blocks) == 1 or not param.kind.form.is_trainable:
+                continue
+            size = param.kind.gradient_bytes
+            for block in range(param.blocks[0], param.blocks[-1]):
+                self._tied[block] += size
+            # the last block that uses a weight that is gathered for the step has recorded its whole gradient
+            is_lasting = self._blocks[param.blocks[-1]].lasting.reduced >= size
+            changes = self._tied_in_last if is_lasting else self._tied_in_each
+            for stage in self._rank.stages:
+                users = [block for block in param.blocks if block in self._rank.blocks_of(stage)]
+                if len(users) > 1:
+                    changes[users[-1]] += size
+                    changes[users[0]] -= size
 
     # -- actions ------------------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class MemoryPlay:
         reduced = 0 if gather is None else gather.gradients
         made, lasting = self._traffic.made[number], self._blocks[number].lasting
         #: reduced in the last microbatch: a tied parameter's is complete behind another block than recorded it
-        late = min(made, lasting.reduced - self._tied.in_last[number])
+        late = min(made, lasting.reduced - self._tied_in_last[number])
         if adds and not is_last and number not in self._waiting:
             self._waiting.add(number)
             self._gradients += lasting.gradients
@@ -181,9 +188,9 @@ class MemoryPlay:
         #: later microbatches add to the gradients that stay
         new = reduced + (made - late if is_first else 0) + (late if is_last else 0)
         for activations, gradients in levels:
-            self._touch(self._times * (activations - self._tied.in_profile[number]) + min(gradients, new) + alone)
+            self._touch(self._times * (activations - self._tied[number]) + min(gradients, new) + alone)
         if adds:
-            self._gradients += self._tied.in_each[number] + new + (self._tied.in_last[number] if is_last else 0)
+            self._gradients += self._tied_in_each[number] + new + (self._tied_in_last[number] if is_last else 0)
             if is_last and number in self._waiting:
                 self._waiting.discard(number)
                 self._gradients -= lasting.gradients

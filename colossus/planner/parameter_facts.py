@@ -14,12 +14,13 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
-from colossus.data_parallel.zero.blocks import by_block, modules_of_blocks
+from colossus.data_parallel.zero.blocks import blocks_of_modules, modules_of_blocks, placed_parameters, users_of
 from colossus.data_parallel.zero.row_forms import RowForm
+from colossus.data_parallel.zero.sharded_block import PlacedParameter
 from colossus.engine.optimizers import holders_of
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.engine.routers import routers_of
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.gradients.buckets import partial_axes
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.rows.row_gradient import row_source
@@ -28,8 +29,6 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 #: name for all data axes but the one that spreads experts: a layout does not know how a plan divides its data ranks
 DATA = "data"
-#: number of the unit of parameters that belong to no block
-ROOT = -1
 
 
 @dataclass(frozen=True)
@@ -160,55 +159,37 @@ def facts_of(
         groups: groups of the optimizer, if the config has rules for them.
     """
     modules = modules_of_blocks(model, chain)
-    number_of = {id(module): number for number, module in enumerate(modules)}
-    of_blocks, root = by_block(model, chain)
-    entries = {id(entry.param): entry for group in (*(params for _, params in of_blocks), root) for entry in group}
-    units_of = _units_of(modules)
+    number_of, units_of = {id(module): number for number, module in enumerate(modules)}, blocks_of_modules(modules)
+    placed = {id(entry.param): entry for entry in placed_parameters(model)}
     tables = holders_of(model, context, ()).tables
     users = _users([] if chain is None else [block.parameters for block in chain])
+    buffer_users = _users([] if chain is None else [block.buffers for block in chain])
     kinds: dict[ParameterKind, ParameterKind] = {}
     parameters = []
     for name, param in model.named_parameters():
-        entry = entries.get(id(param))
-        spec = spec_of(param)
+        entry, spec = placed.get(id(param), PlacedParameter(param, ())), spec_of(param)
         kind = ParameterKind(
-            RowForm.of(param, context.precision, is_product=entry is not None and entry.is_product),
+            RowForm.of(param, context.precision, is_product=entry.is_product),
             param.dtype,
             gradient_dtype(param),
             _gradient_axes(spec, context),
-            entry is not None and row_source(param) is None,
+            bool(entry.places) and row_source(param) is None,
             id(param) in tables,
             0 if groups is None else groups.group_of.get(name, 0),
         )
-        places = () if entry is None else entry.places
-        at = {unit for module, _ in places for unit in units_of.get(id(module), {ROOT})}
-        blocks = (0,) if chain is None else users.get(name, ())
-        parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), blocks, tuple(sorted(at)), spec))
-    by_name = dict(model.named_modules())
-    units = (
-        (None,)
-        if chain is None
-        else tuple(number_of.get(id(by_name.get(block.modules[0] if block.modules else ""))) for block in chain)
-    )
+        blocks, units = (0,) if chain is None else users.get(name, ()), tuple(sorted(users_of(entry, units_of)))
+        parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), blocks, units, spec))
+    first = dict(model.named_modules())
     return ModelFacts(
         tuple(parameters),
         ("",) if chain is None else tuple(block.name for block in chain),
-        units,
+        (None,) if chain is None else tuple(number_of.get(id(first.get("".join(b.modules[:1])))) for b in chain),
         len(modules),
         chain is not None,
-        _buffers(model, chain),
+        tuple((buffer.nbytes, buffer_users.get(name, ())) for name, buffer in model.named_buffers()),
         tuple(routers_of(model).values()),
         context.precision,
     )
-
-
-def _units_of(modules: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """Return the units that each module is in, by the module's id."""
-    units: dict[int, set[int]] = {}
-    for number, module in enumerate(modules):
-        for inner in module.modules():
-            units.setdefault(id(inner), set()).add(number)
-    return units
 
 
 def _users(names: Sequence[Iterable[str]]) -> dict[str, tuple[int, ...]]:
@@ -229,15 +210,8 @@ def _gradient_axes(spec: ParameterSpec, context: ParallelContext) -> frozenset[s
 
     Layers have recorded them. With one data rank they record no data axes, but other plans split samples over these.
     """
-    recorded = spec.gradient_axes
-    axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
-    grid = context.grid
+    axes, grid = partial_axes(spec, context), context.grid
     data = {axis for axis in grid.axes("data") if axis not in grid.expert_axes}
     others = {axis for axis in axes if axis not in data and grid.sizes[axis] > 1}
     is_over_data = bool(data & set(axes)) or all(grid.sizes[axis] == 1 for axis in data)
     return frozenset(others | ({DATA} if is_over_data else set()))
-
-
-def _buffers(model: nn.Module, chain: Sequence[NamedBlock] | None) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    users = _users([] if chain is None else [block.buffers for block in chain])
-    return tuple((buffer.nbytes, users.get(name, ())) for name, buffer in model.named_buffers())

@@ -12,10 +12,10 @@ import torch
 
 from colossus.config import Config
 from colossus.context.grid import RankGrid, build_grid
-from colossus.data_parallel.zero.blocks import in_buckets
+from colossus.data_parallel.zero.blocks import ROOT, in_buckets, only_block
 from colossus.data_parallel.zero.row_forms import axes_of_zero, stage_in_effect
 from colossus.gradients.buckets import GradientForm
-from colossus.planner.parameter_facts import DATA, ROOT, ModelFacts, ParameterFacts, ParameterKind
+from colossus.planner.parameter_facts import DATA, ModelFacts, ParameterFacts, ParameterKind
 from colossus.planner.plan_stages import RankStages
 from colossus.registry import STRATEGIES
 
@@ -129,8 +129,8 @@ class RankParameters:
             is_cut = self._is_cut(param.kind)
             self.parameters.append((param, self._stored(param.kind, is_cut)))
             if is_cut:
-                users = {unit if unit in places else ROOT for unit in param.units}
-                (of_unit[users.pop()] if len(users) == 1 and ROOT not in users else root).append(param)
+                unit = only_block({unit if unit in places else ROOT for unit in param.units})
+                (root if unit == ROOT else of_unit[unit]).append(param)
         blocks = [(places[unit], params) for unit, params in of_unit.items() if params]
         joined = in_buckets(
             blocks, lambda param: param.kind.form.elements * param.kind.dtype.itemsize, stays=not self.frees

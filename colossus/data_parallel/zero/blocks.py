@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -18,6 +18,8 @@ from colossus.layers.routed_experts import RoutedExperts
 
 B = TypeVar("B")
 M = TypeVar("M")
+#: number of the root block
+ROOT = -1
 
 
 def placed_parameters(model: nn.Module) -> list[PlacedParameter]:
@@ -64,23 +66,43 @@ def by_block(
         takes: returns whether a parameter is to belong to a block at all.
     """
     modules = modules_of_blocks(model, chain)
-    block_of: dict[int, set[int]] = {}
-    for number, module in enumerate(modules):
-        for inner in module.modules():
-            block_of.setdefault(id(inner), set()).add(number)
+    blocks_of = blocks_of_modules(modules)
     of_block: list[list[PlacedParameter]] = [[] for _ in modules]
     root: list[PlacedParameter] = []
     for member in placed_parameters(model):
         if not takes(member.param):
             continue
-        users = {number for module, _ in member.places for number in block_of.get(id(module), {-1})}
-        (of_block[users.pop()] if len(users) == 1 and -1 not in users else root).append(member)
+        number = only_block(users_of(member, blocks_of))
+        (root if number == ROOT else of_block[number]).append(member)
     return [(module, params) for module, params in zip(modules, of_block, strict=True) if params], root
 
 
 def modules_of_blocks(model: nn.Module, chain: Sequence[NamedBlock] | None) -> list[nn.Module]:
     """Return the module of each block of `by_block`, also of blocks without parameters."""
     return list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
+
+
+def blocks_of_modules(modules: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """Return the numbers of the blocks that each module is in, by the module's id.
+
+    Args:
+        modules: module of each block.
+    """
+    numbers: dict[int, set[int]] = {}
+    for number, module in enumerate(modules):
+        for inner in module.modules():
+            numbers.setdefault(id(inner), set()).add(number)
+    return numbers
+
+
+def users_of(member: PlacedParameter, blocks_of: Mapping[int, set[int]]) -> set[int]:
+    """Return the blocks that use a parameter, with `ROOT` if a module outside of them does."""
+    return {number for module, _ in member.places for number in blocks_of.get(id(module), {ROOT})}
+
+
+def only_block(users: set[int]) -> int:
+    """Return the block that a parameter belongs to by its users: the only one, or `ROOT`."""
+    return next(iter(users)) if len(users) == 1 else ROOT
 
 
 def in_buckets(
