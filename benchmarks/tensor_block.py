@@ -19,7 +19,7 @@ from colossus import build
 from colossus.checkpoint import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.comm.accounting import Counter
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers import TransformerBlock
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box

@@ -27,7 +27,7 @@ from colossus.comm import shared_memory
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import shard_of_batch
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.state.model_state_dict import full_state_dict
 

@@ -16,7 +16,7 @@ from colossus.config.plans import name_of, strategy_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.exact_options import HybridOptions
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layout.split_parameter import local_shape
 from colossus.registry import MODELS, STRATEGIES
 from colossus.sparse.choice import Choice, Survey, bytes_sent, choose

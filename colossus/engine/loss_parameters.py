@@ -23,7 +23,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, repeat_batch
 from colossus.engine.loss_function import LossFunction, checked_sum
 from colossus.error_place import located_error
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import SplitParameter

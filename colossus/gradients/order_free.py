@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
-from colossus.gradients.buckets import agree_on_axes, gradient_sum_axes
+from colossus.gradients.gradient_axes import agree_on_axes, gradient_sum_axes
 from colossus.gradients.reduction import ModelParts
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype

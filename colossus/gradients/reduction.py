@@ -11,7 +11,8 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
-from colossus.gradients.buckets import Bucket, StageBuckets, gradient_sum_axes
+from colossus.gradients.buckets import Bucket, StageBuckets
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 

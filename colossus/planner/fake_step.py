@@ -41,6 +41,7 @@ from colossus.planner.fake_engine import balanced_experts, fake_engines
 from colossus.planner.fake_rank import errors_of_model, fake_rank, fake_world, give_sizes
 from colossus.planner.fake_tensors import counted_fake_tensors
 from colossus.planner.memory import COUNTED_STRATEGIES
+from colossus.planner.plan_estimate import StoredBytes
 from colossus.planner.sample_batch import repeated, sample_of
 from colossus.random import GLOBAL_RNG
 from colossus.registry import MODELS
@@ -49,28 +50,19 @@ from colossus.schedule.pipeline import PipelineRuntime
 from colossus.schedule.transport import ValueSpec, batch_signature, flatten_value, unflatten_value
 
 
-@dataclass(frozen=True)
-class EngineBytes:
-    """Bytes that one rank stores between steps; see `colossus.planner.plan_estimate.StoredBytes`."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @classmethod
-    def of(cls, engine: Engine) -> EngineBytes:
-        """Count the bytes of an engine. A storage that several tensors share counts once."""
-        stored, optimizer = engine.store.parameters(), engine.optimizer
-        whole = [param for block in engine.store.blocks for param in block.params]
-        state: list[Any] = list(optimizer.state.values())
-        state += [value.counts for value in vars(optimizer).values() if isinstance(value, Sums)]
-        if isinstance(optimizer, Adafactor):
-            state.append(optimizer.tensor_state)
-        if isinstance(optimizer, WholeParameters):  # owners also have whole values and gradients
-            owned = [param for group in optimizer.inner.param_groups for param in group["params"]]
-            state += [owned, [param.grad for param in owned], list(optimizer.inner.state.values())]
-        gradients = sum(param.grad.nbytes for param in stored if param.grad is not None)
-        return cls(bytes_of([*stored, *engine.model.buffers(), *whole]), gradients, bytes_of(tree_leaves(state)))
+def stored_by(engine: Engine) -> StoredBytes:
+    """Count the bytes that an engine stores. A storage that several tensors share counts once."""
+    stored, optimizer = engine.store.parameters(), engine.optimizer
+    whole = [param for block in engine.store.blocks for param in block.params]
+    state: list[Any] = list(optimizer.state.values())
+    state += [value.counts for value in vars(optimizer).values() if isinstance(value, Sums)]
+    if isinstance(optimizer, Adafactor):
+        state.append(optimizer.tensor_state)
+    if isinstance(optimizer, WholeParameters):  # owners also have whole values and gradients
+        owned = [param for group in optimizer.inner.param_groups for param in group["params"]]
+        state += [owned, [param.grad for param in owned], list(optimizer.inner.state.values())]
+    gradients = sum(param.grad.nbytes for param in stored if param.grad is not None)
+    return StoredBytes(bytes_of([*stored, *engine.model.buffers(), *whole]), gradients, bytes_of(tree_leaves(state)))
 
 
 def bytes_of(values: Iterable[Any]) -> int:
@@ -97,7 +89,7 @@ class RankStep:
     rank: int
     pipeline_rank: int
     moved: Mapping[tuple[str, str], Tally]
-    stored: EngineBytes
+    stored: StoredBytes
     peak: int
     events: Sequence[DeviceEvent]
     seconds: float
@@ -156,7 +148,7 @@ def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
             with count() as counter, record.recording(fake):
                 engine.train_step(fake_batch)
             peak = fake.peak
-            stored = EngineBytes.of(engine)
+            stored = stored_by(engine)
         finally:
             engine.close()
             _drop_hooks(engine)

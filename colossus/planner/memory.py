@@ -96,7 +96,7 @@ def stored_bytes(rank: RankParameters, optimizer: OptimizerMemory, *, exact: boo
         rows += count * size * (not is_view)
         between += count * size * form.is_trainable
     state, update = optimizer.bytes(rank, exact=exact)
-    return StoredBytes(weights + rows, state, between, update, rows + state if axes.stage and zero.offload else 0)
+    return StoredBytes(weights + rows, between, state, update, rows + state if axes.stage and zero.offload else 0)
 
 
 def _notes(config: Config) -> list[str]:

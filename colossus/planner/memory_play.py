@@ -271,7 +271,7 @@ class MemoryPlay:
         self._gathered = self._activations = self._messages = 0.0
         self._touch()
         self._buffers = self._sums = 0.0
-        self._gradients = float(self._stored.gradients_between - self._traffic.bucketed)
+        self._gradients = float(self._stored.gradients - self._traffic.bucketed)
         self._touch(update=self._stored.update)
 
     # -- bytes --------------------------------------------------------------------------------------------

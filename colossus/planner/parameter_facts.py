@@ -20,7 +20,7 @@ from colossus.data_parallel.zero.sharded_block import PlacedParameter
 from colossus.engine.optimizers import holders_of
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.engine.routers import routers_of
-from colossus.gradients.buckets import partial_axes
+from colossus.gradients.gradient_axes import partial_axes
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.rows.row_gradient import row_source

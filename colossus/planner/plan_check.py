@@ -229,9 +229,8 @@ def _checked(step: RankStep, memory: RankMemory) -> CheckedRank:
         step.rank,
         step.pipeline_rank,
         [
-            Compared("weights", stored.weights, counted.weights),
-            Compared("gradients", stored.gradients_between, counted.gradients),
-            Compared("optimizer", stored.optimizer, counted.optimizer),
+            Compared(kind, getattr(stored, kind), getattr(counted, kind))
+            for kind in ("weights", "gradients", "optimizer")
         ],
         Compared("peak", memory.total + stored.on_host, step.peak),  # the check has all tensors on the CPU
         operations,

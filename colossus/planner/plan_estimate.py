@@ -14,21 +14,21 @@ from colossus.schedule.simulate import Span
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes that one rank stores.
+    """Bytes that one rank stores between steps.
 
     Attributes:
-        weights: parameters and buffers between steps.
+        weights: parameters and buffers.
+        gradients: gradients.
         optimizer: state of the optimizer.
-        gradients_between: gradients between steps.
-        update: bytes that the optimizer's step needs on top.
-        on_host: the part of weights and optimizer state that is in host memory.
+        update: bytes that the optimizer's step needs on top; an engine's are not counted.
+        on_host: the part of weights and optimizer state that is in host memory; an engine's is not counted.
     """
 
     weights: int
+    gradients: int
     optimizer: int
-    gradients_between: int
-    update: int
-    on_host: int
+    update: int = 0
+    on_host: int = 0
 
 
 @dataclass(frozen=True)

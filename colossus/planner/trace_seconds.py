@@ -137,7 +137,7 @@ def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -
         stored: bytes that the rank stores.
         parameters: number of its parameters.
     """
-    moved = 2.0 * (stored.optimizer + 3.0 * stored.gradients_between)
+    moved = 2.0 * (stored.optimizer + 3.0 * stored.gradients)
     return hardware.memory_seconds(moved) + hardware.eager_seconds(0.0, round(_UPDATE_OPERATORS * parameters))
 
 

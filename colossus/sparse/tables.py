@@ -12,7 +12,7 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.bucket_sum import Hosts
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values

@@ -16,7 +16,7 @@ from colossus.checkpoint.part import Part
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters
 from colossus.schedule.executor import StepObserver

@@ -68,7 +68,7 @@ def estimates(file: str) -> list[PlanEstimate]:
     for overrides, bubble, parts, sizes in PLANS:
         config = load_config(file, overrides)
         weights, optimizer, activations, on_host = (size * 10**9 for size in sizes)
-        stored = StoredBytes(weights, optimizer, 0, 0, on_host)
+        stored = StoredBytes(weights, 0, optimizer, 0, on_host)
         kinds = dict(weights=weights, gradients=0, optimizer=optimizer)
         size, schedule = config.parallel.pipeline.size, config.schedule
         actions = make_schedule(schedule.type, size, schedule.microbatches)

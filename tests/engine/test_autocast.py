@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.state.model_state_dict import full_state_dict, load_full_state_dict
 
 HIDDEN, WIDE = 12, 24

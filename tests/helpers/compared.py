@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.state.model_state_dict import full_state_dict
 

@@ -12,7 +12,8 @@ import colossus
 from benchmarks.memory import allocated_peak, live_bytes
 from colossus.comm.accounting import Tally, count
 from colossus.planner.fake_engine import balanced_experts
-from colossus.planner.fake_step import EngineBytes, by_operation
+from colossus.planner.fake_step import by_operation, stored_by
+from colossus.planner.plan_estimate import StoredBytes
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Measured:
     third. Experts get equal numbers of tokens."""
 
     moved: dict[tuple[str, str], Tally]
-    stored: EngineBytes
+    stored: StoredBytes
     peak: int
 
 
@@ -38,7 +39,7 @@ def _measure(config: dict[str, Any]) -> Measured:
         engine.train_step(batch)
         with count() as counter:
             engine.train_step(batch)
-        stored = EngineBytes.of(engine)
+        stored = stored_by(engine)
         for param in engine.store.parameters():
             param.grad = None  # the profiler does not see when what was there before is freed
         held = live_bytes() - before

@@ -19,7 +19,7 @@ from colossus import layers
 from colossus.comm import accounting
 from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.llama_options import LlamaOptions
 from colossus.state.model_state_dict import full_state_dict

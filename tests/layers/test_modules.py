@@ -20,7 +20,7 @@ import colossus
 from colossus import layers
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layout.split_parameter import as_shards
 from colossus.state.model_state_dict import full_state_dict
 

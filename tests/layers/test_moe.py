@@ -21,7 +21,7 @@ from colossus.config.schema import Parallel
 from colossus.construct.initial_values import Normal
 from colossus.context.grid import ONE_RANK, build_grid
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers import moe, router
 from colossus.layers.expert_rows import bytes_sent
 from colossus.layers.grouped_matmul import grouped_product

@@ -18,7 +18,7 @@ import colossus
 from colossus import layers
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.buckets import gradient_sum_axes
+from colossus.gradients.gradient_axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.token_values import ChunkedLogits
 from colossus.state.model_state_dict import full_state_dict

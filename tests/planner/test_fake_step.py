@@ -66,7 +66,7 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
 def _missed(memory: RankMemory, real: Measured) -> list[str]:
     """Stored bytes to the byte, peaks within 5 %."""
     stored, counted = memory.stored, vars(real.stored)
-    ours = {"weights": stored.weights, "gradients": stored.gradients_between, "optimizer": stored.optimizer}
+    ours = {"weights": stored.weights, "gradients": stored.gradients, "optimizer": stored.optimizer}
     problems = [f"{kind}: {ours[kind]} predicted, {counted[kind]} held" for kind in ours if ours[kind] != counted[kind]]
     ratio = memory.total / real.peak
     if not 0.95 <= ratio <= 1.05:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,9 +35,7 @@ def _check(settings: dict[str, Any]) -> int:
     for step in steps:
         rank = predicted.ranks[step.pipeline_rank]
         stored = rank.stored
-        assert (stored.weights, stored.gradients_between, stored.optimizer) == (
-            step.stored.weights, step.stored.gradients, step.stored.optimizer
-        )  # fmt: skip
+        assert replace(stored, update=0, on_host=0) == step.stored
         ratio = rank.total / step.peak
         assert LEAST <= ratio <= MOST, f"rank {step.pipeline_rank}: {ratio:.3f}; {rank.kinds}"
     return max(step.peak for step in steps)
