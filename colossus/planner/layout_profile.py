@@ -39,10 +39,11 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, facts_of
 from colossus.planner.recorded_memory import BackwardLevels, LastingBytes, LastingWeights, Level
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
-from colossus.planner.trace import Trace
+from colossus.planner.trace import Operator, Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 
 
 @dataclass(eq=False)
@@ -191,6 +192,21 @@ def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Seq
                     spec_of(params[name]).record(axes)
 
 
+class _RecordedDeferral(DeferredWgrad):
+    """A `DeferredWgrad` whose Python around torch's functions in forward is recorded, as starts of operators."""
+
+    def __init__(self, weights: GatheredWeights, recorder: TraceRecorder) -> None:
+        super().__init__(weights)
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            self._recorder.record(Operator(0.0, "torch_function"))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class _MicrobatchRun:
     """Forward and backward of one microbatch. Hooks on the outputs of blocks tell where a block's backward ends."""
 
@@ -224,7 +240,9 @@ class _MicrobatchRun:
         self._deferrals: dict[int, int] = {}
         self._levels = BackwardLevels(fake, self._recorder, self._weights.summed)
         deferral = self._parallel.weights.deferral
-        mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
+        mode: AbstractContextManager[Any] = (
+            _RecordedDeferral(self._parallel.weights, self._recorder) if self._split else nullcontext()
+        )
         with (
             self._recorder.recording(fake),
             self._parallel.batch(self._batch.infos[0]),

@@ -15,7 +15,7 @@ from colossus.planner.plan_stages import RankStages
 from colossus.planner.step_traffic import Collective
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
-from colossus.schedule.actions import COMPUTE, LAST_USE, Action
+from colossus.schedule.actions import COMPUTE, LAST_USE, TRANSFERS, Action
 from colossus.schedule.simulate import Span, play
 
 
@@ -289,12 +289,17 @@ def play_step(
         The spans of each rank, and the second at which all its reductions have ended.
     """
     rank_of = ranks[0].stages.rank_of
-
-    def duration(action: Action) -> float:
-        return slower * ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
-
     slower = 1.0 if at_once is None else max(1.0, copies / at_once)
     places = None if at_once is None else max(1, int(at_once / copies))
+    copying = 0.0
+    if not ranks[0].player.hardware.overlaps:  # a message is copied by both of its ranks, which do nothing else
+        transfer = copying = transfer / 2
+
+    def duration(action: Action) -> float:
+        if action.kind in COMPUTE:
+            return slower * ranks[rank_of[action.stage]].seconds(action)
+        return slower * copying if action.kind in TRANSFERS else 0.0
+
     spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer, at_once=places)
     ends = []
     for rank, own in zip(ranks, spans, strict=True):
