@@ -39,11 +39,10 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, facts_of
 from colossus.planner.recorded_memory import BackwardLevels, LastingBytes, LastingWeights, Level
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
-from colossus.planner.trace import Operator, Trace
-from colossus.planner.trace_recorder import TraceRecorder
+from colossus.planner.trace import Trace
+from colossus.planner.trace_recorder import RecordedDeferral, TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
-from colossus.tensor_parallel.gathered_weights import GatheredWeights
 
 
 @dataclass(eq=False)
@@ -157,7 +156,7 @@ def _profile(
         fake_channels(fake) if on_cpu else nullcontext(),
     ):
         give_sizes(model, context.precision, lambda name: name not in unused)
-        run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
+        run = _MicrobatchRun(model, batch, config, context, fake, split_backward, on_cpu)
         with gathered_parameters(model, context.precision) if is_sharded else nullcontext():
             profiles = run.of(runs)
         _share_gradient_axes(model, runs, blocks)
@@ -192,21 +191,6 @@ def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Seq
                     spec_of(params[name]).record(axes)
 
 
-class _RecordedDeferral(DeferredWgrad):
-    """A `DeferredWgrad` whose Python around torch's functions in forward is recorded, as starts of operators."""
-
-    def __init__(self, weights: GatheredWeights, recorder: TraceRecorder) -> None:
-        super().__init__(weights)
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.is_grad_enabled():
-            self._recorder.record(Operator(0.0, "torch_function"))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 class _MicrobatchRun:
     """Forward and backward of one microbatch. Hooks on the outputs of blocks tell where a block's backward ends."""
 
@@ -218,8 +202,9 @@ class _MicrobatchRun:
         context: ParallelContext,
         fake: CountedFakeTensors,
         split_backward: bool,
+        on_cpu: bool,
     ) -> None:
-        self._model = model
+        self._model, self._on_cpu = model, on_cpu
         self._inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         fake_batch = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
         self._batch = self._inputs.split(fake_batch, 1)
@@ -240,9 +225,10 @@ class _MicrobatchRun:
         self._deferrals: dict[int, int] = {}
         self._levels = BackwardLevels(fake, self._recorder, self._weights.summed)
         deferral = self._parallel.weights.deferral
-        mode: AbstractContextManager[Any] = (
-            _RecordedDeferral(self._parallel.weights, self._recorder) if self._split else nullcontext()
-        )
+        weights = self._parallel.weights
+        mode: Any = nullcontext()
+        if self._split:  # the host of a GPU runs ahead
+            mode = RecordedDeferral(weights, self._recorder) if self._on_cpu else DeferredWgrad(weights)
         with (
             self._recorder.recording(fake),
             self._parallel.batch(self._batch.infos[0]),

@@ -19,8 +19,10 @@ from colossus.comm import accounting, log
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import DTYPES
 from colossus.hardware.hardware import input_bytes_of
+from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 
 aten = torch.ops.aten
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -113,6 +115,21 @@ class TraceRecorder:
         event = work_of(func, args, kwargs, out)
         if event is not None:
             self.record(event)
+
+
+class RecordedDeferral(DeferredWgrad):
+    """A `DeferredWgrad` whose Python around torch's functions in forward is recorded, as starts of operators."""
+
+    def __init__(self, weights: GatheredWeights, recorder: TraceRecorder) -> None:
+        super().__init__(weights)
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            self._recorder.record(Operator(0.0, "torch_function"))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class AwaitedEntry(log.Entry):
