@@ -169,8 +169,10 @@ class OptimizerMemory:
     def _scaled(self, rank: RankParameters) -> tuple[int, int]:
         """Scale the first step to the stored elements of a rank."""
         elements = sum(stored.elements for _, stored in rank.trained)
+        if not elements:
+            return 0, 0
         if self._first is None:
-            self._first = self._step_all(rank), max(1, elements)
+            self._first = self._step_all(rank), elements
         step, number = self._first
         return round(step.state * elements / number), round(step.update * elements / number)
 
