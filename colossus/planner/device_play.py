@@ -24,7 +24,7 @@ from colossus.comm import log
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.fake_tensors import CountedFakeTensors
-from colossus.planner.trace import AttentionCall, Operator, Product
+from colossus.planner.trace import AttentionCall, Awaited, Operator, Product, Started
 from colossus.planner.trace_recorder import AwaitedEntry, work_of
 from colossus.planner.trace_seconds import TracePlayer
 
@@ -42,34 +42,18 @@ _COMMON = tuple(f"{_PACKAGE}{path}" for path in ("comm/", "planner/", "tensor_pa
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """The start of a collective or of a message.
+class Call(Started):
+    """The start of a collective or of a message on a communicator.
 
     Attributes:
-        number: number that its `Wait` has, too.
-        operation: ``all_gather``, .., ``send`` or ``receive``.
-        axes: name of the group.
         communicator: name of the process group and the ranks of the world; of a message its two ranks.
-        input_bytes: bytes of this rank's input, or of the message.
     """
 
-    number: int
-    operation: str
-    axes: str
     communicator: tuple[str, tuple[int, ...]]
-    input_bytes: float
 
     @property
     def is_message(self) -> bool:
         return self.operation in ("send", "receive")
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The wait of the current stream for the calls with this number; ``site`` is the line that waits."""
-
-    number: int
-    site: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +69,7 @@ class Read:
     num_events: int | None = None
 
 
-DeviceEvent = Product | AttentionCall | Operator | Call | Wait | Read
+DeviceEvent = Product | AttentionCall | Operator | Call | Awaited | Read
 
 
 class DeviceRecord:
@@ -130,13 +114,13 @@ class DeviceRecord:
             ranks = tuple(sorted((dist.get_rank(), ranks[args[2]])))
         tensors = args[position] if isinstance(args[position], list | tuple) else [args[position]]
         size = float(sum(x.nbytes for x in tensors if isinstance(x, Tensor)))
-        self.events.append(Call(self._numbers, operation, self._axes, (group.group_desc, ranks), size))
+        self.events.append(Call(self._numbers, operation, self._axes, size, (group.group_desc, ranks)))
 
     def _log(self, operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> log.Entry:
         """Return the entry of a collective, in place of `colossus.comm.log.record`; the entry records the wait."""
         self._numbers += 1
         number, self._axes = self._numbers, axes
-        return AwaitedEntry(number, operation, axes, lambda: self.events.append(Wait(number, _site())))
+        return AwaitedEntry(number, operation, axes, lambda: self.events.append(Awaited(number, _site())))
 
 
 #: the record that is being made
@@ -275,7 +259,7 @@ class DevicePlayer:
             began = stream
             ends: list[float] = []
             for index, event in enumerate(events):
-                if isinstance(event, Wait):
+                if isinstance(event, Awaited):
                     for call, communicator, place in calls.pop(event.number, ()):
                         while (end := communicator.end(place)) is None:
                             yield number * len(events) + index

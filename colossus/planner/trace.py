@@ -72,9 +72,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The wait for the collective with this number: it has ended before the next event."""
+    """The wait for the collective with this number, in this line of code: it has ended before the next event."""
 
     number: int
+    site: str = ""
 
 
 Event = Product | AttentionCall | Operator | Started | Awaited

@@ -24,11 +24,10 @@ from colossus.planner.device_play import (
     DeviceRecord,
     PlayedStep,
     Read,
-    Wait,
     note_read,
 )
 from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
-from colossus.planner.trace import Operator
+from colossus.planner.trace import Awaited, Operator
 from colossus.tensor_parallel import matmul
 
 # -- the rules ------------------------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ class Seconds(FromDataSheet):
 
 
 def call(number: int, seconds: float, name: str = "data", ranks: tuple[int, ...] = (0, 1)) -> Call:
-    return Call(number, "all_reduce", name, (name, ranks), seconds)
+    return Call(number, "all_reduce", name, seconds, (name, ranks))
 
 
 def play(*events: DeviceEvent, hardware: Hardware | None = None) -> PlayedStep:
@@ -60,11 +59,11 @@ WORK = Operator(3.0)
 @pytest.mark.parametrize(
     ("events", "seconds", "exposed"),
     [
-        ([WORK, call(1, 2), WORK, Wait(1, "")], 6, 0),  # hidden
-        ([WORK, call(1, 2), Wait(1, ""), WORK], 8, 2),  # waited for before the product
-        ([call(1, 2), call(2, 2), Wait(1, ""), Wait(2, "")], 4, 4),  # one after the other on one communicator
-        ([call(1, 2), call(2, 2, "tensor"), Wait(1, ""), Wait(2, "")], 2, 2),  # two communicators at once
-        ([WORK, call(1, 2), WORK, call(2, 1), WORK, Wait(2, ""), Wait(1, "")], 9, 0),
+        ([WORK, call(1, 2), WORK, Awaited(1)], 6, 0),  # hidden
+        ([WORK, call(1, 2), Awaited(1), WORK], 8, 2),  # waited for before the product
+        ([call(1, 2), call(2, 2), Awaited(1), Awaited(2)], 4, 4),  # one after the other on one communicator
+        ([call(1, 2), call(2, 2, "tensor"), Awaited(1), Awaited(2)], 2, 2),  # two communicators at once
+        ([WORK, call(1, 2), WORK, call(2, 1), WORK, Awaited(2), Awaited(1)], 9, 0),
     ],
 )
 def test_what_a_collective_hides_behind(events: list[DeviceEvent], seconds: float, exposed: float) -> None:
@@ -85,10 +84,10 @@ def test_a_read_stalls_the_host_and_then_the_device() -> None:
 
 def test_a_message_starts_when_both_ranks_have_come() -> None:
     def message(number: int, operation: str) -> Call:
-        return Call(number, operation, "pipeline", ("pipeline", (0, 1)), 1.0)
+        return Call(number, operation, "pipeline", 1.0, ("pipeline", (0, 1)))
 
-    sender = [Operator(5.0), message(1, "send"), Wait(1, "")]
-    receiver = [message(1, "receive"), Wait(1, ""), Operator(5.0)]
+    sender = [Operator(5.0), message(1, "send"), Awaited(1)]
+    receiver = [message(1, "receive"), Awaited(1), Operator(5.0)]
     played = DevicePlayer(Seconds("h100"), Placement(ONE_RANK)).play({0: sender, 1: receiver})
     assert [step.exposed["pipeline"] for step in played.values()] == [1.0, 1.0]  # of the second step
     assert [step.seconds for step in played.values()] == [6.0, 6.0]
