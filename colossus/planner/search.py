@@ -34,9 +34,8 @@ from colossus.planner.layout_scores import (
     one_of_each_mode,
     recomputed,
 )
-from colossus.planner.model_layouts import ModelLayout, layouts
+from colossus.planner.model_layouts import ModelLayout, UsualPlan, layouts, usual_plans
 from colossus.planner.plan_estimate import PlanEstimate, SearchResult, are_alike
-from colossus.planner.usual_plans import UsualPlan, usual_plans
 from colossus.progress import progress
 
 #: the most layouts scored at first; rounds of neighbours; the most neighbours of the best layout, the second, ..
