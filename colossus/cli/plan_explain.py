@@ -12,6 +12,7 @@ from colossus.compare.printed_rows import seconds_text
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import PlanEstimate
+from colossus.schedule.actions import COMPUTE
 from colossus.schedule.draw import draw
 from colossus.schedule.simulate import Simulation, Span
 
@@ -63,11 +64,13 @@ def _shown_microbatches(plan: PlanEstimate) -> int:
 
 
 def _in_milliseconds(plan: PlanEstimate) -> Simulation:
-    """Return the timeline of a plan in milliseconds, for drawing."""
+    """Return the timeline of a plan's microbatches in milliseconds, for drawing.
+
+    It ends with the last one that is shown: reductions and the optimizer's step have no microbatch.
+    """
     shown = _shown_microbatches(plan)
-    return Simulation([
-        [Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own if s.action.microbatch < shown] for own in plan.spans
-    ])  # fmt: skip
+    drawn = [[s for s in own if s.action.kind in COMPUTE and s.action.microbatch < shown] for own in plan.spans]
+    return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in drawn])
 
 
 def host_rows(grid: RankGrid, hosts: int) -> str:
