@@ -79,13 +79,15 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of ``80GB`` (powers of 1000), ``79.6GiB`` (powers of 1024), ``500 MB``, or a plain number.
 
     Raises:
-        ValueError: for any other text.
+        ValueError: for any other text, and for less than a byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if match is None or (match[3] and not match[2]) or not float(match[1]):
+    size = 0
+    if match is not None and (match[2] or not match[3]):
+        size = int(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2].upper()])
+    if not size:
         raise ValueError(f"{text!r} is no size of memory; write 80GB, 79.6GiB or a number of bytes")
-    unit = (_BINARY if match[3] else _UNITS)[match[2].upper()]
-    return int(float(match[1]) * unit)
+    return size
 
 
 def parse_seconds(value: str | float) -> float:

@@ -24,6 +24,8 @@ from colossus.registry import WEIGHT_WRITERS
 
 #: torch's names of the values of ``--dtype``
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+#: bytes: the smallest value of ``--max-shard-size``
+_LEAST_SHARD = 10**6
 
 
 def add_parser(commands: Any) -> None:
@@ -53,8 +55,16 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=list(DTYPES), help="dtype of the written weights (default: as they are stored)"
     )
     help_text = "largest size of a file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger"
-    parser.add_argument("--max-shard-size", type=size_argument, default=5 * 10**9, metavar="SIZE", help=help_text)
+    parser.add_argument("--max-shard-size", type=_shard_size, default=5 * 10**9, metavar="SIZE", help=help_text)
     parser.set_defaults(run=_convert)
+
+
+def _shard_size(text: str) -> int:
+    """Return the bytes of a largest file; a number without a unit would mean a file for each tensor."""
+    size = size_argument(text)
+    if size < _LEAST_SHARD:
+        raise argparse.ArgumentTypeError(f"must be at least 1MB, such as 500MB or 5GB, got {text!r}")
+    return size
 
 
 def _convert(arguments: argparse.Namespace) -> int:

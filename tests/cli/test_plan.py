@@ -27,6 +27,7 @@ from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.hardware.named_hardware import default_hosts
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, PlanMemory, RankMemory, SearchResult, StoredBytes
+from colossus.schedule.actions import Action
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import play
 
@@ -214,6 +215,25 @@ def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytes
     assert "optimizer" in last
 
 
+def test_the_timeline_of_many_microbatches_ends_with_the_last_that_is_shown(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = estimates(config)[0]
+    long = load_config(config, [*PLANS[0][0], "schedule.microbatches=64", "train.global_batch_size=256"])
+    actions = [
+        [*own, Action("reduce", stage, 0), Action("step", stage, 0)]
+        for stage, own in enumerate(make_schedule("1f1b", 4, 64))
+    ]
+    seconds = {**SECONDS, "reduce": 5e-3, "step": 5e-3}
+    spans = play(actions, lambda action: seconds.get(action.kind, 0.0))
+    searched["result"] = SearchResult([replace(plan, config=long, spans=spans)], 1, None, 0.1)
+    assert main(line(config, "--explain")) == 0
+    timeline = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert timeline[0] == "timeline    milliseconds, of the first 12 microbatches of 64"
+    # the first 12 of 64 microbatches of 3 ms, and three stages on the way; the whole step takes (64 + 3) * 3 + 10 ms
+    assert 12 * 3 <= float(next(row for row in timeline if row.startswith("time  ")).split()[-1]) <= (12 + 6) * 3
+
+
 def test_json_has_all_numbers(config: str) -> None:
     one, two = estimates(config)
     question = Question("f.py", (), load_config(config), FromDataSheet("h100"), 16, 2, 70e9)
@@ -352,8 +372,9 @@ def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
 
 def test_sizes_and_links() -> None:
     assert [parse_bytes(text) for text in ("80GB", "1.5 KiB", "500")] == [80 * 10**9, 1536, 500]
-    with pytest.raises(ValueError, match="'8x' is no size of memory; write 80GB"):
-        parse_bytes("8x")
+    for text in ("8x", "0GB", "0.5B", "1iB"):
+        with pytest.raises(ValueError, match=f"'{text}' is no size of memory; write 80GB"):
+            parse_bytes(text)
     assert network_argument("10us,50GB/s") == Link(1e-5, 50e9)
     assert network_argument("0.5ms,400Gb/s") == Link(5e-4, 50e9)
 

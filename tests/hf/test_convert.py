@@ -48,8 +48,9 @@ def assert_same(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_there_and_back(kind: str, tmp_path: Path, capsys: Captured) -> None:
+def test_there_and_back(kind: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face -> colossus -> Hugging Face, and back again: names, bytes, sizes, ids of tokens, the tokenizer."""
+    monkeypatch.setattr("colossus.cli.convert._LEAST_SHARD", 1)
     source = make_folder(tmp_path / "source", CONFIGS[kind], files=3)
     (source / "tokenizer.json").write_bytes(TOKENIZER)
     ours, again, back, checkpoint = (tmp_path / name for name in ("ours", "again", "back", "a folder/checkpoint"))
@@ -205,6 +206,7 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
         ((source, tmp_path / "x"), 2, "the following arguments are required: --to"),
         ((source, tmp_path / "x", "--to", "onnx"), 2, "invalid choice: 'onnx'"),
         ((source, tmp_path / "x", "--to", "hf", "--max-shard-size", "0"), 2, "'0' is no size of memory; write 80GB"),
+        ((source, tmp_path / "x", "--to", "hf", "--max-shard-size", "5"), 2, "must be at least 1MB, such as 500MB"),
         (
             (source, tmp_path / "x", "--to", "hf", "--max-shard-size", "5 bananas"),
             2,
