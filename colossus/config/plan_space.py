@@ -1,8 +1,8 @@
 """The plans of a number of processes: every choice of sizes, of microbatches and of groups of data ranks. No torch.
 
-Whoever looks for a plan takes it from here and says what may vary: the nearest plans of an error (`nearest_plans`), the
-plan of a run that goes on with fewer processes (`colossus.launch.auto_plan`), and the search of the best one
-(`colossus.planner.candidates`).
+Whoever looks for a plan takes it from here and says what may vary: the nearest plans of an error
+(`colossus.config.plans.suggestions`), the plan of a run that goes on with fewer processes
+(`colossus.launch.auto_plan`), and the search of the best one (`colossus.planner.candidates`).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def with_groups_of(before: Parallel, after: Parallel) -> Parallel:
     Args:
         before: the plan whose groups these are; without a number of data ranks, the groups stay.
         after: the same plan with other sizes.
+
+    Raises:
+        ValueError: the groups of experts do not fit the data size of ``before``.
     """
     expert, shard, options = before.expert.size, before.zero.shard, before.strategy.options
     hosts, per_host = options.get("hosts"), options.get("per_host")
     if before.data is None or after.data is None:
         return after
-    try:
-        # the consecutive ranks along data that share the experts
-        neighbours = expert_factor(before.data, before.sequence.size, expert)
-    except ValueError:
-        return after
+    # the consecutive ranks along data that share the experts
+    neighbours = expert_factor(before.data, before.sequence.size, expert)
     num_sharing = math.gcd(neighbours, after.data)
     if expert > neighbours:
         expert = after.sequence.size * num_sharing

@@ -6,6 +6,7 @@ An error has the nearest plans that fit.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from colossus.arithmetic import counted, expert_factor, factors, not_a_multiple
@@ -64,10 +65,10 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         total = others if is_open else data * others
         sizes = describe_sizes(parallel)
         sizes += f" = {total}" if " x " in sizes else ""
-        what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {counted(nproc, 'process', 'es')}"
+        problem = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {counted(nproc, 'process', 'es')}"
         multiple = ", or a multiple of that" if is_open else ""
         keep = f"\n  or keep the plan and start {counted(total, 'process', 'es')}{multiple} (--nproc {total})"
-        raise ConfigError(what + suggestions(config, options, nproc) + keep)
+        raise ConfigError(problem + suggestions(config, options, nproc) + keep)
     config, problems, refused = _completed(config, parallel.model_copy(update={"data": data}), options, strategy)
     if problems:
         problems[-1] += suggestions(config, options, data * others)
@@ -202,8 +203,10 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
     except ValueError as error:
         problems.append(str(error))
     if zero.shard is not None and data % zero.shard:
-        what = f"parallel.zero.shard = {zero.shard} does not divide data {data}"
-        problems.append(f"{what}: groups of {zero.shard} data ranks store one copy each")
+        problems.append(
+            f"parallel.zero.shard = {zero.shard} does not divide data {data}: groups of {zero.shard} data ranks store "
+            f"one copy each"
+        )
     if options is not None:
         problems += options.check(parallel)
     divisor = data * microbatches * ways
@@ -240,7 +243,8 @@ def suggestions(config: Config, options: Any, nproc: int, max_plans: int = 4) ->
     for plan in sorted(resized_plans(parallel, nproc, axes), key=distance):
         if len(plans) == max_plans:
             break
-        plan = with_groups_of(parallel, plan)
+        with suppress(ValueError):  # groups of experts that are wrong already stay: another size may fit them
+            plan = with_groups_of(parallel, plan)
         stated = plan if parallel.data else plan.model_copy(update={"data": None})
         changed = config.model_copy(update={"parallel": plan})
         candidate, problems, refused = _completed(config, plan, options, strategy_options(changed))

@@ -181,10 +181,15 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str]]:
 
 
 def _of_fewer_replicas(config: Config, processes: int) -> Iterator[Config]:
-    """Yield the config with a plan of fewer data ranks, those with the largest microbatches first."""
+    """Yield the config with a plan of fewer data ranks, those with the largest microbatches first.
+
+    Raises:
+        ConfigError: the groups of experts do not fit the config's own data size.
+    """
     parallel, schedule = config.parallel, config.schedule
     (plan,) = resized_plans(parallel, processes, axes=())
-    plan = with_groups_of(parallel, plan)
+    with as_config_errors():
+        plan = with_groups_of(parallel, plan)
     least = -(-schedule.microbatches * (parallel.data or 1) // (plan.data or 1))
     counts = [count for count in microbatch_counts(config, plan) if count >= least]
     for count in counts or [schedule.microbatches]:  # where none divides, the check of the plan says so

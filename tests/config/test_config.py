@@ -379,6 +379,7 @@ def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
         # two peers want more than two replicas
         (dict(data=8, strategy=dict(type="sgp", peers=2)), 4, ["parallel.data=4"]),
         (dict(data=3, strategy=dict(type="server", max_staleness=2)), 4, []),
+        (dict(data=6, expert=4), 8, ["parallel.data=8"]),  # groups that did not fit six data ranks
     ],
 )
 def test_the_nearest_plans_are_those_that_the_strategy_allows(

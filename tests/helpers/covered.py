@@ -26,7 +26,7 @@ LAWS: dict[str, tuple[str, ...]] = {
     ),
     "from any plan to any plan": (
         "checkpoint/test_plans.py", "checkpoint/test_whole_state_dicts.py", "checkpoint/test_replica_checkpoints.py",
-        "checkpoint/test_load_weights.py", "launch/test_fitted_plan.py", "launch/test_regrouping.py",
+        "checkpoint/test_load_weights.py", "launch/test_fewer_processes.py", "launch/test_regrouping.py",
     ),
     "bytes as the formulas say": (
         "comm/test_accounting.py", "tensor_parallel/test_traffic.py", "tensor_parallel/test_modes.py",

@@ -105,9 +105,9 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
         fit_plan(config_of(**parallel), processes)
 
 
-def test_a_plan_that_fits_no_processes_is_refused_as_ever() -> None:
+def test_a_plan_that_was_wrong_already_is_refused_by_its_own_numbers() -> None:
     config = dict(parallel=dict(data=4, expert=3), launch=dict(min_processes=1))
-    with pytest.raises(ConfigError, match=r"with 2 processes: parallel\.expert = 3 is not a divisor of data 2"):
+    with pytest.raises(ConfigError, match=r"^parallel\.expert = 3 is not a divisor of data 4; use 1 or 2 or 4$"):
         resolve_planned(state_config(config), 2)
 
 
