@@ -55,14 +55,15 @@ def read_launches(folder: Path) -> list[dict[int, dict[str, Any]]]:
     """Return `read` of each launch in this folder, the last one at the end."""
     launches: list[dict[int, dict[str, Any]]] = []
     launch = None
-    for row in read_rows(folder / ROWS):
-        with suppress(KeyError, TypeError):  # a row of something else
-            number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
-            if not launches or (number == 0 and "began" in row) or row.get("launch") != launch:
-                launches.append({})
-            launch = row.get("launch")
-            attempt = launches[-1].setdefault(number, {"ranks": []})
-            attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
+    with suppress(OSError):  # a file that cannot be read ends no run
+        for row in read_rows(folder / ROWS):
+            with suppress(KeyError, TypeError):  # a row of something else
+                number, ranks = row["attempt"], [RankEnd(**end) for end in row.get("ranks", ())]
+                if not launches or (number == 0 and "began" in row) or row.get("launch") != launch:
+                    launches.append({})
+                launch = row.get("launch")
+                attempt = launches[-1].setdefault(number, {"ranks": []})
+                attempt |= {**row, "ranks": [*attempt["ranks"], *ranks]}
     return launches
 
 

@@ -244,5 +244,7 @@ def _git_commit() -> str | None:
 
 
 def last_metrics(folder: Path) -> dict[str, Any] | None:
-    """Return the last complete row of the run's metrics, or None."""
-    return next(read_rows(folder / METRICS, newest_first=True), None)
+    """Return the last complete row of the run's metrics; None without one, or where the file cannot be read."""
+    with contextlib.suppress(OSError):
+        return next(read_rows(folder / METRICS, newest_first=True), None)
+    return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from colossus.config import by_path
 from colossus.monitor.row_file import read_rows
@@ -20,6 +22,9 @@ class RunMetrics:
     Args:
         path: the file; a missing one has no rows.
 
+    Raises:
+        OSError: the file cannot be read.
+
     Attributes:
         steps: the steps, ascending.
         rows: the row of each step.
@@ -31,7 +36,10 @@ class RunMetrics:
     def __init__(self, path: Path) -> None:
         self.path = path
         replicas = _replicas(path.parent)
-        rows = {int(row["step"]): row for row in read_rows(path) if "step" in row}
+        rows: dict[int, dict[str, Any]] = {}
+        for row in read_rows(path):
+            with suppress(ValueError, KeyError, TypeError):  # a row without the number of a step
+                rows[int(row["step"])] = row
         self.steps = sorted(rows)
         self.rows = [rows[step] for step in self.steps]
         for row in self.rows:

@@ -15,8 +15,12 @@ from colossus.config import ConfigError
 
 
 def read_rows(path: Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, none where there is no file, without those that a killed run has left incomplete."""
-    with suppress(OSError):
+    """Yield the rows of a file, none where there is no file, without those that a killed run has left incomplete.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with suppress(FileNotFoundError):
         lines = path.read_bytes().splitlines()
         for line in reversed(lines) if newest_first else lines:
             with suppress(ValueError):

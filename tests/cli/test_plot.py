@@ -15,6 +15,7 @@ from colossus.cli.main import main
 from colossus.cli.plot import metrics_of, short_names
 from colossus.cli.plot_panels import gaps, make_panels, moving_mean
 from colossus.config import ConfigError
+from colossus.launch.run_folder import last_metrics
 from colossus.launch.run_metrics import RunMetrics
 
 Rows = Sequence[dict[str, Any]]
@@ -57,6 +58,19 @@ def test_of_a_step_that_came_again_the_later_row_counts_and_half_a_last_row_does
     metrics = write(rows, end='{"step": 4, "lo')
     assert (metrics.steps, [row["loss"] for row in metrics.rows]) == ([1, 2, 3], [1.0, 5.0, 3.0])
     assert (metrics.seconds, metrics.tokens) == ([2.0, 4.0, 6.0], [100, 200, 300])
+
+
+def test_a_row_without_the_number_of_a_step_is_left_out(write: Write) -> None:
+    rows = [row_of(1), row_of(2) | {"step": None}, row_of(2) | {"step": "two"}, {"loss": 1.0}, row_of(3)]
+    assert write(rows).steps == [1, 3]
+
+
+def test_rows_that_cannot_be_read_are_not_none(tmp_path: Path) -> None:
+    assert RunMetrics(tmp_path / "metrics.jsonl").steps == []
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        RunMetrics(tmp_path / "metrics.jsonl")
+    assert last_metrics(tmp_path) is None
 
 
 def test_tokens_and_speed_of_one_replica_count_for_all(write: Write) -> None:
