@@ -87,8 +87,9 @@ class Attempts:
         if end.folder is None:
             return decision
         ranks = [rank.facts() for rank in end.failed]
-        facts = {"launch": self.launch, "ended": time.time(), "cause": cause_of(end, decision), "ranks": ranks}
-        self._last_row = {**facts, **asdict(decision)}
+        self._last_row = {"launch": self.launch, "cause": cause_of(end, decision), "ranks": ranks, **asdict(decision)}
+        if isinstance(decision, Stop):
+            self._last_row["ended"] = time.time()
         is_written = end.node not in (None, 0) or attempt_log.append(end.folder, self.number, **self._last_row)
         if isinstance(decision, Restart):
             if decision.rollback is not None and not is_written:

@@ -43,7 +43,7 @@ class Restart:
     nodes: tuple[int, ...] = (0,)
     count: int = 0
     error: tuple[str, str, int | None] | None = None
-    ended: float = field(default=0.0, compare=False)
+    ended: float = field(compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def decide(end: AttemptEnd, history: Sequence[Restart], limits: RestartsSection 
         rollback = Rollback(until, skip_batches, now)
     if culprit is not None and culprit.cause == "error":
         error = culprit.error
-    return Restart(rollback, nodes, len(recent) + 1, error, now)
+    return Restart(rollback, nodes, len(recent) + 1, error, ended=now)
 
 
 def _regroups(end: AttemptEnd) -> bool:

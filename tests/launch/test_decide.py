@@ -39,6 +39,10 @@ def past(error: RankEnd | None = None, ended: float = NOW - 10.0, counts: bool =
     return Restart(count=int(counts), error=error and error.error, ended=ended)
 
 
+def restart(*rollback: Rollback, **facts: Any) -> Restart:
+    return Restart(*rollback, **facts, ended=NOW)
+
+
 def of(*ranks: RankEnd, **more: Any) -> AttemptEnd:
     facts: dict[str, Any] = {"config": PLAIN, "folder": Path("run"), **more}
     return AttemptEnd({end.rank: end for end in ranks}, **facts)
@@ -50,8 +54,8 @@ def node(rank: int, end: RankEnd, **more: Any) -> dict[int, NodeEnd]:
 
 LEAVES = node(1, STOPPED_ITSELF, signum=signal.SIGTERM, leaves=True)
 REGROUPS = node(1, STOPPED_ITSELF, regroups=True)
-ONCE = Restart(count=1)
-AGAIN = Restart(count=1, error=raised().error)
+ONCE = restart(count=1)
+AGAIN = restart(count=1, error=raised().error)
 
 #: what is seen -> the decision of a run that may be restarted three times, without and with a history
 ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
@@ -74,11 +78,11 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     # those that go back
     (
         of(raised("LossSpike", rollback=(5, None))),
-        Restart(Rollback(5, None, NOW), count=1, error=raised("LossSpike").error),
+        restart(Rollback(5, None, NOW), count=1, error=raised("LossSpike").error),
     ),
     (
         of(raised("ReplicasDiffer", rollback=[6, 0])),
-        Restart(Rollback(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
+        restart(Rollback(6, 0, NOW), count=1, error=raised("ReplicasDiffer").error),
     ),
     # stops
     (of(STOPPED, signum=signal.SIGTERM), Stop(143)),
@@ -103,19 +107,19 @@ ENDS: list[tuple[AttemptEnd, Restart | Stop]] = [
     (of(VICTIM, node=0, gone={1: "node 1 (host b)"}), ONCE),
     (of(raised(), node=0, gone={1: "node 1 (host b)"}), AGAIN),
     (of(GOOD, node=0, gone={1: "node 1 (host b)"}), ONCE),
-    (of(STOPPED, node=0, others=node(1, DEAD)), Restart(nodes=(0, 1), count=1)),
+    (of(STOPPED, node=0, others=node(1, DEAD)), restart(nodes=(0, 1), count=1)),
     (of(STOPPED, node=0, others=node(1, STOPPED, signum=signal.SIGINT)), Stop(130)),
-    (of(STOPPED, node=0, others=REGROUPS), Restart(nodes=(0, 1))),
-    (of(STOPPED, node=0, regroups=True), Restart()),
-    (of(STOPPED, STARTS, node=0, regroups=True), Restart()),
+    (of(STOPPED, node=0, others=REGROUPS), restart(nodes=(0, 1))),
+    (of(STOPPED, node=0, regroups=True), restart()),
+    (of(STOPPED, STARTS, node=0, regroups=True), restart()),
     (of(STOPPED, STUCK, node=0, regroups=True), ONCE),
-    (of(STOPPED, node=0, others=node(1, DEAD, regroups=True)), Restart(nodes=(0, 1), count=1)),
-    (of(STOPPED, node=0, others=REGROUPS, gone={2: "node 2 (host c)"}), Restart(nodes=(0, 1), count=1)),
+    (of(STOPPED, node=0, others=node(1, DEAD, regroups=True)), restart(nodes=(0, 1), count=1)),
+    (of(STOPPED, node=0, others=REGROUPS, gone={2: "node 2 (host c)"}), restart(nodes=(0, 1), count=1)),
     (of(STOPPED, node=0, others=REGROUPS, late_signum=signal.SIGINT), Stop(143)),
     (of(STOPPED, node=0, others=node(1, STOPPED_ITSELF, regroups=True, late_signum=signal.SIGINT)), Stop(143)),
     (of(raised(), node=0, others=node(1, VICTIM, late_signum=signal.SIGINT)), Stop(1)),
     (of(GOOD, node=0, others=node(1, GOOD, regroups=True)), Stop(0)),  # through
-    (of(STOPPED, node=0, others=LEAVES), Restart()),
+    (of(STOPPED, node=0, others=LEAVES), restart()),
     (of(STOPPED, node=0, others=LEAVES, signum=signal.SIGTERM), Stop(143)),
     (of(STOPPED, node=1, leaves=True, signum=signal.SIGTERM), Stop(143)),
     (of(GOOD, node=0, others=node(1, GOOD, signum=signal.SIGTERM, leaves=True)), Stop(0)),

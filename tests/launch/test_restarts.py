@@ -149,15 +149,25 @@ def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path, monkeypatch
         "rank 0 was killed by SIGKILL",
     ]
     assert rows[1]["ranks"][0].error == spike.error
+    assert [row["ended"] for row in rows.values()] == [100.0, 101.0, 102.0, 103.0], "the times of the decisions"
     assert Attempts(lambda: RunStart(tmp_path, None, ())).begin().folder == tmp_path
     assert [*attempt_log.read(tmp_path)] == [0], "another launch in the same folder"
+
+
+def test_an_attempt_after_which_none_follows_has_its_time(tmp_path: Path) -> None:
+    attempts = Attempts(lambda: RunStart(tmp_path, None, ()))
+    attempts.begin()
+    attempts.record(AttemptEnd({0: RankEnd(0, -9)}, folder=tmp_path), Stop(1, "1 of launch.restarts.max = 1 are used"))
+    row = attempt_log.read(tmp_path)[0]
+    assert row["began"] <= row["ended"]
+    assert (row["code"], row["reason"]) == (1, "1 of launch.restarts.max = 1 are used")
 
 
 def test_an_order_of_an_earlier_launch_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a full disk has not taken the first rows of this launch."""
     earlier, later = (Attempts(lambda: RunStart(tmp_path, None, ())) for _ in range(2))
     earlier.begin()
-    earlier.record(AttemptEnd({0: RankEnd(0, 1)}, folder=tmp_path), Restart(Rollback(5, None, 1.0), count=1))
+    earlier.record(AttemptEnd({0: RankEnd(0, 1)}, folder=tmp_path), Restart(Rollback(5, None, 1.0), count=1, ended=1.0))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", earlier.launch)
     assert attempt_log.pending_rollback(tmp_path) == Rollback(5, None, 1.0)
@@ -191,14 +201,14 @@ def test_an_order_to_go_back_that_cannot_be_written_is_not_forgotten(tmp_path: P
     (tmp_path / attempt_log.ROWS).unlink()
     (tmp_path / attempt_log.ROWS).mkdir()
     end = AttemptEnd({0: RankEnd(0, -9)}, folder=tmp_path)
-    assert attempts.record(end, Restart(count=1)) == Restart(count=1)
-    stop = attempts.record(end, Restart(Rollback(5, None, 1.0), count=1))
+    assert attempts.record(end, Restart(count=1, ended=1.0)) == Restart(count=1, ended=1.0)
+    stop = attempts.record(end, Restart(Rollback(5, None, 1.0), count=1, ended=1.0))
     assert isinstance(stop, Stop)
     assert "the order to go back cannot be written" in stop.reason
     other = Attempts(partial(pytest.fail, "begins anew"))  # of another node, where the first has gone
     other.receive(tmp_path, json.loads(json.dumps(attempts.shared())))
     end = AttemptEnd({1: RankEnd(1, 1)}, folder=tmp_path, node=1)
-    assert isinstance(other.record(end, Restart(Rollback(5, None, 1.0), count=1)), Restart)
+    assert isinstance(other.record(end, Restart(Rollback(5, None, 1.0), count=1, ended=1.0)), Restart)
     with pytest.raises(ConfigError, match="the order to go back cannot be written"):
         other.begin()
 
