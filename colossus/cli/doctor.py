@@ -15,8 +15,10 @@ def make_parser() -> Parser:
         EXIT_CODES,
     )
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
-    what = "time matmuls, attention, memory and collectives with all ranks at once, in less than a minute"
-    help_text = f"instead, {what}; print tables, and write them to OUT.json"
+    help_text = (
+        "instead, time matmuls, attention, memory, collectives and training steps with all ranks at once, in less than "
+        "a minute; print tables, and write them to OUT.json"
+    )
     parser.add_path("--measure", "OUT.json", help_text, nargs="?", const="")
     return parser
 

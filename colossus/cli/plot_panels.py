@@ -183,7 +183,7 @@ def gaps(panels: Sequence[Panel]) -> list[str]:
             missing = [x for x, y in zip(line.x, panel.heights(line), strict=True) if math.isnan(y)]
             if missing and line.style != "faint":
                 name = f"{panel.title}{line.label and f', {line.label}'}"
-                what = "NaN, infinite or not above zero" if panel.log_y else "NaN or infinite"
+                values = "NaN, infinite or not above zero" if panel.log_y else "NaN or infinite"
                 where = f"first at {panel.x_label} {readable(missing[0])}"
-                sentences.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {what} ({where}): gaps")
+                sentences.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {values} ({where}): gaps")
     return sentences

@@ -58,7 +58,7 @@ def wsd(
     decay: When = 0.2,
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear",
 ) -> float:
-    """Stay, then decrease to ``min_ratio`` in the last ``decay`` steps: warm-up, stable, decay (2404.06395).
+    """Keep the peak, then decrease to ``min_ratio`` in the last ``decay`` steps: warm-up, stable, decay (2404.06395).
 
     In the shape ``1-sqrt`` the factor is 1 less the root of the part of the decay that is over (2405.18392, section 4).
     """

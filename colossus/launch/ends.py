@@ -56,8 +56,9 @@ class RankEnd:
         progress: the same for a comparison with other ranks (`colossus.comm.log.progress`).
         after_signal: the number of the stop signal that came before the failure, if any.
         advice: lines on what to do, if any.
-        rollback: the step to which the run is to go back, and the batches that it is to skip (`Rollback`);
-            None where the error does not ask for that.
+        rollback: the fields of a `colossus.engine.rollback.Rollback`: the step to which the run is to go back, the
+            batches that it is to skip, and the time of the launcher's decision, which is still 0. None where the error
+            does not ask for that.
         time: the time of the failure, in seconds since the epoch.
     """
 

@@ -30,18 +30,18 @@ class _Begun(NamedTuple):
 
     Attributes:
         number: its number in the group.
-        what: its operation and tensor, as in ``all_reduce [3 float32]``.
+        operation: its operation and tensor, as in ``all_reduce [3 float32]``.
         site: the line that called it.
         is_done: whether the host has seen its end.
     """
 
     number: int
-    what: str
+    operation: str
     site: str
     is_done: bool
 
     def __str__(self) -> str:
-        return f"#{self.number} {self.what} at {self.site}"
+        return f"#{self.number} {self.operation} at {self.site}"
 
 
 def who_is_missing(folder: Path | None, ends: Iterable[RankEnd], grid: RankGrid) -> list[str]:
@@ -102,7 +102,7 @@ def _line(
         inside = {rank: one for rank, one in inside.items() if not one.is_done}
     first = next(iter(inside.values()), None)
     silent = [rank for rank in members if rank not in reporting]
-    others = [rank for rank, one in inside.items() if first is not None and one.what != first.what]
+    others = [rank for rank, one in inside.items() if first is not None and one.operation != first.operation]
     if first is None or not (absent or others or silent):
         return None
     waiting = [rank for rank in inside if rank not in others]
