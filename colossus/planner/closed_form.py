@@ -64,12 +64,29 @@ def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
     gradients, states = params, (2 * (config.optimizer.type in _TWO_STATES) + has_copy) * optimizer
     if config.optimizer.groups:  # some parameters may be frozen
         gradients, states = 0, 0
+    gathered = _gathered_weights(sizes, config)
     if not zero.stage:
-        return elements * (params + states), elements * gradients
-    whole: float = min(params, compute)
-    if zero.stage == 3 and parallel.tensor.weights == "matmul":  # else gathered weights stay for their backward
-        whole *= (not zero.offload) / ranks
-    return elements * (whole + (0 if zero.offload else states / ranks)), elements * gradients / ranks
+        return elements * (params + states) + gathered, elements * gradients
+    whole = min(params, compute) if zero.stage < 3 else min(params, compute) / ranks * (not zero.offload)
+    return elements * (whole + (0 if zero.offload else states / ranks)) + gathered, elements * gradients / ranks
+
+
+def _gathered_weights(sizes: Sizes, config: Config) -> float:
+    """Return the bytes of the gathered weights of a mean pipeline rank's blocks, if they stay for their backward."""
+    parallel, tensor = config.parallel, config.parallel.tensor
+    if tensor.weights == "matmul":
+        return 0.0
+    blocks = sizes.options.num_layers * sizes.attention + sizes.dense * sizes.mlp
+    gathered = 0.0
+    if parallel.zero.stage == 3:
+        gathered += blocks / tensor.size
+    if tensor.mode != "1d" and (tensor.weights == "step" or config.train.activation_checkpoint.type != "full"):
+        shardings = shardings_of(tensor)
+        assert shardings is not None
+        chosen = shardings.choose("column", sizes.options.hidden_size, {"": sizes.options.ffn_hidden_size})
+        if not isinstance(chosen, list):
+            gathered += blocks / math.prod(chosen.gathered_weight.num_shards(shardings.sizes))
+    return WIDTHS[config.train.precision.compute] * gathered / parallel.pipeline.size
 
 
 def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:

@@ -107,6 +107,8 @@ def _is_near(one: ModelLayout, other: ModelLayout) -> bool:
 
 #: for a layout, the most combinations of replicas, stages, microbatches and schedule that are scored
 _MOST_SIZES = 10
+#: the least part of a forward, which takes a third of a microbatch, that full recomputation repeats
+_REPEATED = 0.6
 
 
 @dataclass
@@ -123,6 +125,7 @@ class LayoutScores:
         scored: (seconds, plan) of the scored plans that fit.
         too_large: (bytes, plan) of those that do not.
         refusals: errors of plans that cannot be scored.
+        is_recorded: whether the layout has a profile.
     """
 
     layout: ModelLayout
@@ -133,6 +136,7 @@ class LayoutScores:
     scored: list[tuple[float, Candidate]] = field(default_factory=list)
     too_large: list[tuple[float, Candidate]] = field(default_factory=list)
     refusals: list[ConfigError] = field(default_factory=list)
+    is_recorded: bool = False
     _tried: dict[tuple[str, ...], float] = field(default_factory=dict)
     _microbatches: dict[int, float] = field(default_factory=dict)
 
@@ -168,7 +172,7 @@ class LayoutScores:
         for group in groups.values():
             group.sort(key=self._size_of, reverse=True)
         try:
-            self.estimator.profile(self.profiled.config, split_backward=False)
+            self.is_recorded = bool(self.estimator.profile(self.profiled.config, split_backward=False))
         except ConfigError as error:
             self.refusals.append(error)
             return float("inf")
@@ -193,13 +197,21 @@ class LayoutScores:
                 best, fitting = min(best, seconds), fitting + (seconds < float("inf"))
         return best
 
-    def _microbatch(self, samples: int) -> float:
-        """Return the seconds of a microbatch in all stages."""
+    def _microbatch(self, samples: int, *, again: float = 0.0) -> float:
+        """Return the seconds of a microbatch in all stages, and ``again`` times those of its forward."""
         if samples not in self._microbatches:
             profile = self.estimator.profile(self.profiled.config, split_backward=False)
             player = self.estimator.player(self.profiled.config, samples / self.profiled.samples)
             self._microbatches[samples] = sum(block_seconds(profile, player))
-        return self._microbatches[samples]
+        return self._microbatches[samples] * (1 + again / 3)
+
+    def least_seconds_of(self, other: LayoutScores) -> float:
+        """Return a lower bound of the seconds of another layout's plans, which recomputes more and is else the same."""
+        again = _REPEATED if other.layout.activation_checkpoint.type == "full" else 0.0
+        return min(
+            (seconds_by_count(own.config, self._microbatch(own.samples, again=again)) for own in other.candidates),
+            default=float("inf"),
+        )
 
     def score_smallest(self, candidates: Sequence[Candidate], number: int) -> None:
         """Score the plans that may need least, to find one that fits or how much is missing."""

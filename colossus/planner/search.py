@@ -10,6 +10,7 @@ same plans on every machine.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import heapq
 import time
@@ -191,7 +192,7 @@ class _Search:
                 continue
             self._visited.add(layout)
             node = self._node(layout)
-            if not node.candidates:
+            if not node.candidates or self._is_behind(node):
                 continue
             visited += 1
             progress(f"layout {len(self._visited)}: {describe_plan(node.candidates[0].config)}")
@@ -208,6 +209,16 @@ class _Search:
         every = [slowdown for own in by_kind.values() for slowdown in own]
         least = min(by_kind[kind_of(layout)], default=min(every) if len(every) >= _ENOUGH else 1.0)
         return self._likely(layout) * least
+
+    def _is_behind(self, node: LayoutScores) -> bool:
+        """Return whether the recording of the same layout with less recomputation shows that all plans are too slow."""
+        if node.layout.activation_checkpoint.type == "none":
+            return False
+        for other in self._nodes.values():
+            less = dataclasses.replace(node.layout, activation_checkpoint=other.layout.activation_checkpoint)
+            if other.is_recorded and less == other.layout and other.layout.activation_checkpoint.type == "none":
+                return other.least_seconds_of(node) > self._most_seconds()
+        return False
 
     def _likely(self, layout: ModelLayout) -> float:
         """Return the likely seconds of a layout's best plan, by formula; infinite if none fits."""
