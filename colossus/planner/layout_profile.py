@@ -39,6 +39,7 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, facts_of
 from colossus.planner.recorded_memory import BackwardLevels, LastingBytes, LastingWeights, Level
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
+from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import RecordedDeferral, TraceRecorder
 from colossus.registry import MODELS
@@ -135,6 +136,7 @@ def _profile(
     on_cpu: bool,
     other: LayoutProfile | None,
 ) -> LayoutProfile:
+    config, more = shallow(config)
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
 
@@ -164,6 +166,9 @@ def _profile(
     all_blocks: list[BlockProfile] = []
     for block_run, run_profiles in zip(runs, profiles, strict=True):
         all_blocks += [*run_profiles, *[run_profiles[-1]] * len(block_run.left_out)]
+    if more:
+        facts = with_more_layers(facts, more)
+        all_blocks[-1:-1] = [all_blocks[-2]] * more
     optimizer = OptimizerMemory(config, groups[0]) if other is None else other.optimizer
     are_pairs = getattr(model_options(config), "counted", "tokens") == "pairs"
     return LayoutProfile(all_blocks, facts, optimizer, 1 if are_pairs else counted_of(sample), sample)
