@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from colossus.config import Config, ConfigError
@@ -11,9 +12,10 @@ from colossus.config.schema import Parallel
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
+from colossus.planner.candidates import samples_of
 from colossus.planner.layout_profile import LayoutProfile, profile_layout
 from colossus.planner.memory import memory_of
-from colossus.planner.plan_estimate import AxisCost, PlanEstimate
+from colossus.planner.plan_estimate import AxisCost, PlanEstimate, PlanMemory, extended
 from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_parameters import PlanAxes
 from colossus.planner.score import split_by_time
@@ -22,6 +24,9 @@ from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
 from colossus.schedule.actions import COMPUTE
 from colossus.schedule.simulate import Simulation, Span
+
+#: microbatches for each rank after which a pipeline is in its steady state: each more takes the same time
+_FEW = 2
 
 
 class Estimator:
@@ -50,9 +55,22 @@ class Estimator:
         """
         _require_exact(config)
         config, overrides = self.with_stated_split(config, overrides)
+        ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
+        if number <= (_FEW + 1) * ranks:
+            return self._simulate(config, overrides)
+        more = self._simulate(_with_microbatches(config, (_FEW + 1) * ranks))
+        few = self._simulate(_with_microbatches(config, _FEW * ranks), memory=more.memory)
+        estimate = extended(few, more, (number - _FEW * ranks) / ranks)
+        flops = self.flops_per_sample(config) * config.train.global_batch_size
+        return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
+
+    def _simulate(
+        self, config: Config, overrides: Sequence[str] = (), *, memory: PlanMemory | None = None
+    ) -> PlanEstimate:
+        """Estimate a plan with all of its microbatches, with this memory if it is known."""
         profile, player, devices = self.profile(config), self.player(config), world_size(config.parallel)
         ranks = ranks_for(player, config, profile, stages_of(config, profile.facts))
-        memory = memory_of(config, profile, ranks)
+        memory = memory_of(config, profile, ranks) if memory is None else memory
         lines = [RankTimeline(profile, rank, player) for rank in ranks]
         transfer = _transfer_seconds(lines, player)
         spans, sums_end = play_step(lines, transfer)
@@ -181,6 +199,14 @@ def _require_exact(config: Config) -> None:
 
 
 # -- a step ---------------------------------------------------------------------------------------------------
+
+
+def _with_microbatches(config: Config, number: int) -> Config:
+    """Return the config with ``number`` microbatches of the same size."""
+    batch = samples_of(config) * (config.parallel.data or 1) * number
+    train = config.train.model_copy(update={"global_batch_size": batch, "batch_ramp": None})
+    schedule = config.schedule.model_copy(update={"microbatches": number})
+    return config.model_copy(update={"train": train, "schedule": schedule})
 
 
 def _transfer_seconds(lines: Sequence[RankTimeline], player: TracePlayer) -> float:

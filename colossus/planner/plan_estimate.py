@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from colossus.arithmetic import byte_count, counted
@@ -132,6 +132,9 @@ class AxisCost:
     def __add__(self, other: AxisCost) -> AxisCost:
         return AxisCost(self.bytes + other.bytes, self.seconds + other.seconds, self.exposed + other.exposed)
 
+    def __mul__(self, times: float) -> AxisCost:
+        return AxisCost(self.bytes * times, self.seconds * times, self.exposed * times)
+
 
 @dataclass(frozen=True)
 class PlanEstimate:
@@ -177,6 +180,33 @@ class PlanEstimate:
         if self.flops is None or not self.peak_flops:
             return None
         return self.flops / self.seconds / self.peak_flops
+
+
+def extended(few: PlanEstimate, more: PlanEstimate, times: float) -> PlanEstimate:
+    """Return the estimate of a plan with more microbatches, by linear extrapolation: few + times x (more - few).
+
+    Both pipelines are in their steady state. Memory and spans are those of ``more``.
+    """
+
+    def at(low: float, high: float) -> float:
+        return low + times * (high - low)
+
+    none = AxisCost()
+    axes = {
+        name: few.axes.get(name, none) * (1 - times) + cost * times for name, cost in more.axes.items()
+    }  # fmt: skip
+    parts = {
+        name: max(0.0, at(few.parts.get(name, 0.0), more.parts.get(name, 0.0))) for name in {**few.parts, **more.parts}
+    }
+    seconds = at(few.seconds, more.seconds)
+    return replace(
+        more,
+        seconds=seconds,
+        tokens=at(few.tokens, more.tokens),
+        axes=axes,
+        parts=parts,
+        bubble=at(few.bubble * few.seconds, more.bubble * more.seconds) / seconds,
+    )
 
 
 def are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:

@@ -14,10 +14,12 @@ from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.typical_cpu import TypicalCPU
 from colossus.monitor.mfu import flops_per_token
+from colossus.planner import estimate as estimates
 from colossus.planner.candidates import plans
 from colossus.planner.estimate import Estimator
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.model_layouts import SCOPES, layouts
+from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.score import score
 from colossus.planner.search import search
 from colossus.planner.trace import Product
@@ -96,6 +98,22 @@ def test_parts_add_up(name: str, hardware: Hardware) -> None:
     assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds, rel=1e-6)
     assert all(seconds > 0 for seconds in estimate.parts.values())
     assert all(cost.exposed <= cost.seconds * (1 + 1e-9) for cost in estimate.axes.values())
+
+
+@pytest.mark.parametrize(
+    "schedule", [dict(type="1f1b"), dict(type="interleaved", chunks=2), dict(type="zb-h1")], ids=lambda one: one["type"]
+)
+def test_many_microbatches_go_on_as_few_do(schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(parallel=dict(pipeline=2), schedule={**schedule, "microbatches": 16})
+    estimator = Estimator(H100)
+    extended = estimator.estimate(config)
+    monkeypatch.setattr(estimates, "_FEW", 100)
+    played: PlanEstimate = estimator.estimate(config)
+    assert extended.seconds == pytest.approx(played.seconds, rel=0.01)
+    assert extended.memory == played.memory
+    assert {axes: cost.bytes for axes, cost in extended.axes.items()} == pytest.approx(
+        {axes: cost.bytes for axes, cost in played.axes.items()}
+    )
 
 
 @pytest.mark.rest("data", "1f1b")
