@@ -32,6 +32,8 @@ _CONFIG: dict[str, Any] = dict(
     device="cpu",
 )
 _WARMUP = 2
+#: a smaller factor comes from a disturbance while the parts were measured
+_LEAST = 0.5
 
 
 def calibrated(file: MeasuredFile, steps: int) -> MeasuredFile:
@@ -49,18 +51,18 @@ def calibrated(file: MeasuredFile, steps: int) -> MeasuredFile:
     """
     replicas = min(file.ranks, ranks_at_once(file.cores, file.threads))
     config = _config(data=replicas, batch=replicas * _BATCH)
-    file = _with(file, step_factor=_measured_step(config, file.threads, steps) / _predicted(file, config))
+    file = _fitted(file, "step_factor", config, steps)
     tensor = max((size for size in group_sizes(file.ranks) if _HEADS % size == 0), default=1)
     if tensor > 1:
-        config = _config(tensor=tensor, batch=replicas * _BATCH)
-        once, twice = (_predicted(_with(file, traffic_factor=factor), config) for factor in (1.0, 2.0))
-        more = (_measured_step(config, file.threads, steps) - once) / (twice - once)
-        file = _with(file, traffic_factor=max(1.0, 1.0 + more))
+        file = _fitted(file, "traffic_factor", _config(tensor=tensor, batch=replicas * _BATCH), steps)
     return file
 
 
-def _with(file: MeasuredFile, **factors: float) -> MeasuredFile:
-    return file.model_copy(update=factors)
+def _fitted(file: MeasuredFile, factor: str, config: Config, steps: int) -> MeasuredFile:
+    """Return a file with the factor under which the predicted step, which is linear in it, is the measured one."""
+    once, twice = (_predicted(file.model_copy(update={factor: value}), config) for value in (1.0, 2.0))
+    value = 1.0 + (_measured_step(config, file.threads, steps) - once) / (twice - once)
+    return file.model_copy(update={factor: max(_LEAST, value)})
 
 
 def _config(*, data: int = 1, tensor: int = 1, batch: int) -> Config:

@@ -108,8 +108,9 @@ class Hardware(ABC):
     def slowdown(self, ranks_on_host: int) -> float:
         """Return the factor by which work takes longer while ``ranks_on_host`` ranks of a host are busy at once.
 
-        Ranks that wait for each other are not busy all the time. Their step takes the longer of two times: its time
-        without a slowdown, and the sum of the busy seconds of all ranks of a host divided by `at_once`.
+        Ranks that wait for each other are not busy all the time. Their step takes the longest of three times: without a
+        slowdown, in turns (`colossus.planner.step_timeline.play_step`), and the busy seconds of all ranks of a host
+        divided by `at_once`.
         """
         return 1.0 if self.at_once is None else max(1.0, ranks_on_host / self.at_once)
 

@@ -2,7 +2,7 @@
 
 Seconds are the products of transformer blocks at the best rate of the device, the collectives of tensor and sequence
 parallelism without overlap, and the wait at the ends of a pipeline. Bytes are those that certainly count (see
-`colossus.planner.closed_form`). Both are 0 for a model whose sizes its options do not tell.
+`least_memory`). Both are 0 for a model whose sizes its options do not tell.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class MemoryPlay:
     """
 
     def __init__(self, blocks: Sequence[BlockProfile], rank: PlanRank, stored: StoredBytes, *, times: float) -> None:
-        self._blocks, self._traffic, self._rank, self._stored = blocks, rank, rank.stages, stored
+        self._blocks, self._rank, self._stages, self._stored = blocks, rank, rank.stages, stored
         self._times = times
         self._scope, self._first_trained = rank.config.parallel.tensor.weights, rank.model.first_trained
         self._gathers = {gather.block: gather for gather in rank.gathers}
@@ -71,7 +71,7 @@ class MemoryPlay:
         The kinds are weights, gathered (weights beyond the stored ones), gradients, buffers (of buckets, gathers and
         reductions), optimizer, activations (with messages between stages), update, and "on the host" (negative).
         """
-        for action in self._rank.actions:
+        for action in self._stages.actions:
             if action.kind == "forward":
                 self._forward(action.stage)
             elif action.kind in INPUT_GRADIENT:
@@ -91,7 +91,7 @@ class MemoryPlay:
         From the last to the first block that uses a tied parameter, its incomplete gradient is alive. The profile ran
         one backward through all blocks; a rank runs one through each of its stages.
         """
-        for param in self._traffic.model.parameters:
+        for param in self._rank.model.parameters:
             if len(param.blocks) == 1 or not param.kind.form.is_trainable:
                 continue
             size = param.kind.gradient_bytes
@@ -100,8 +100,8 @@ class MemoryPlay:
             # the last block that uses a weight that is gathered for the step has recorded its whole gradient
             is_lasting = self._blocks[param.blocks[-1]].lasting.reduced >= size
             changes = self._tied_in_last if is_lasting else self._tied_in_each
-            for stage in self._rank.stages:
-                users = [block for block in param.blocks if block in self._rank.blocks_of(stage)]
+            for stage in self._stages.stages:
+                users = [block for block in param.blocks if block in self._stages.blocks_of(stage)]
                 if len(users) > 1:
                     changes[users[-1]] += size
                     changes[users[0]] -= size
@@ -109,7 +109,7 @@ class MemoryPlay:
     # -- actions ------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int) -> None:
-        numbers = self._rank.blocks_of(stage)
+        numbers = self._stages.blocks_of(stage)
         self._activations += self._times * self._received(stage)
         for number in numbers:
             if self._gather(number):
@@ -129,8 +129,8 @@ class MemoryPlay:
     def _backward(self, action: Action) -> None:
         """Play a backward, or the dgrad of one whose wgrad comes later."""
         stage, is_split = action.stage, action.kind == "backward_input"
-        numbers = [number for number in reversed(self._rank.blocks_of(stage)) if number >= self._first_trained]
-        skipped = [number for number in self._rank.blocks_of(stage) if number < self._first_trained]
+        numbers = [number for number in reversed(self._stages.blocks_of(stage)) if number >= self._first_trained]
+        skipped = [number for number in self._stages.blocks_of(stage) if number < self._first_trained]
         self._activations += self._times * self._passed(stage)
         before: int | None = None
         for number in numbers:
@@ -155,7 +155,7 @@ class MemoryPlay:
             self._begun.add(stage)
 
     def _backward_weight(self, action: Action) -> None:
-        numbers = [number for number in reversed(self._rank.blocks_of(action.stage)) if number >= self._first_trained]
+        numbers = [number for number in reversed(self._stages.blocks_of(action.stage)) if number >= self._first_trained]
         for number in numbers:
             block = self._blocks[number]
             self._make(number, block.wgrad_levels, action, adds=True)
@@ -178,7 +178,7 @@ class MemoryPlay:
         is_last = id(action) in self._last_uses
         gather = self._gathers.get(number)
         reduced = 0 if gather is None else gather.gradients
-        made, lasting = self._traffic.made[number], self._blocks[number].lasting
+        made, lasting = self._rank.made[number], self._blocks[number].lasting
         #: reduced in the last microbatch: a tied parameter's is complete behind another block than recorded it
         late = min(made, lasting.reduced - self._tied_in_last[number])
         if adds and not is_last and number not in self._waiting:
@@ -234,7 +234,7 @@ class MemoryPlay:
 
     def _free_lasting(self, stage: int) -> None:
         """Free the weights of a stage that stayed whole for all microbatches."""
-        for number in self._lasting.intersection(self._rank.blocks_of(stage)):
+        for number in self._lasting.intersection(self._stages.blocks_of(stage)):
             self._lasting.discard(number)
             self._gathered -= self._blocks[number].lasting.weights
 
@@ -271,19 +271,19 @@ class MemoryPlay:
         self._gathered = self._activations = self._messages = 0.0
         self._touch()
         self._buffers = self._sums = 0.0
-        self._gradients = float(self._stored.gradients - self._traffic.bucketed)
+        self._gradients = float(self._stored.gradients - self._rank.bucketed)
         self._touch(update=self._stored.update)
 
     # -- bytes --------------------------------------------------------------------------------------------
 
     def _received(self, stage: int) -> int:
         """Return the bytes of a stage's input from the stage before."""
-        return self._blocks[self._rank.bounds[stage] - 1].passed if stage else 0
+        return self._blocks[self._stages.bounds[stage] - 1].passed if stage else 0
 
     def _passed(self, stage: int) -> int:
         """Return the bytes of a stage's output to the next stage."""
-        is_last = stage == len(self._rank.bounds) - 2
-        return 0 if is_last else self._blocks[self._rank.bounds[stage + 1] - 1].passed
+        is_last = stage == len(self._stages.bounds) - 2
+        return 0 if is_last else self._blocks[self._stages.bounds[stage + 1] - 1].passed
 
     def _touch(self, activations: float = 0.0, *, update: float = 0.0) -> None:
         """Record the living bytes, with more of activations or of the update, if they are the most so far."""
@@ -297,7 +297,7 @@ class MemoryPlay:
             "weights": stored.weights,
             "gathered": round(self._gathered),
             "gradients": round(self._gradients + self._sums),
-            "buffers": round(self._buffers + self._traffic.buckets),
+            "buffers": round(self._buffers + self._rank.buckets),
             "optimizer": stored.optimizer,
             "activations": round(activations),
             "update": round(update),

@@ -111,8 +111,10 @@ def seconds_by_count(config: Config, microbatch: float) -> float:
 def _microbatches(config: Config) -> float:
     """Return the seconds of a step in microbatches of a stage, the wait at the ends of the pipeline included."""
     schedule = config.schedule
-    share = {"interleaved": 1.0 / float(schedule.options.get("chunks", 2)), "zb-h1": 1 / 3, "zb-v": 1 / 6}
-    return schedule.microbatches + (config.parallel.pipeline.size - 1) * share.get(schedule.type, 1.0)
+    share = {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(schedule.type, 1.0)
+    if schedule.type == "interleaved":
+        share = 1.0 / schedule.options.get("chunks", 2)
+    return schedule.microbatches + (config.parallel.pipeline.size - 1) * share
 
 
 def _of_last_microbatches(stages: RankStages) -> list[list[Action]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,7 +240,9 @@ class RankTimeline:
             if action.kind in ("send_activation", "send_gradient"):
                 forward = action.kind == "send_activation"
                 border = blocks[bounds[action.stage + forward] - 1]
-                message = AxisCost(float(border.passed if forward else border.passed_back), transfer)
+                # on CPUs the rank copies half of it, and half of one that it receives
+                exposed = 0.0 if self.player.hardware.overlaps else transfer
+                message = AxisCost(float(border.passed if forward else border.passed_back), transfer, exposed)
                 out["pipeline"] = out.get("pipeline", AxisCost()) + message
         return out
 
@@ -289,8 +292,8 @@ def play_step(
         The spans of each rank, and the second at which all its reductions have ended.
     """
     rank_of = ranks[0].stages.rank_of
-    slower = 1.0 if at_once is None else max(1.0, copies / at_once)
-    places = None if at_once is None else max(1, int(at_once / copies))
+    places = None if at_once is None else math.ceil(at_once / copies)
+    slower = 1.0 if at_once is None or places is None else max(1.0, copies * places / at_once)
     copying = 0.0
     if not ranks[0].player.hardware.overlaps:  # a message is copied by both of its ranks, which do nothing else
         transfer = copying = transfer / 2

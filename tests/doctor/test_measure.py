@@ -52,7 +52,7 @@ def test_three_ranks_are_measured(
     assert "\n3 ranks, by the bytes of the whole tensor\n" in out
     factors = f"take {file.step_factor:.2f} times as long as by these tables, and bytes between ranks "
     assert f"\nin a training step operators {factors}{file.traffic_factor:.2f} times\n" in out
-    assert 0 < file.step_factor != 1 <= file.traffic_factor
+    assert 0 < file.step_factor != 1 != file.traffic_factor > 0
     assert out.endswith(f"written to {path}\n")
 
 
@@ -64,7 +64,8 @@ def test_the_planner_predicts_the_steps_that_were_measured(ranks: int, monkeypat
     replicas = min(ranks, usable_cores())
     batch = 16 * replicas
     replicated = step_timing._config(data=replicas, batch=batch)
-    assert estimator.estimate(replicated).seconds == pytest.approx(3.0, rel=0.05)  # its sums do not take the factor
+    # of two ranks, whose sums then take longer by the other factor
+    assert estimator.estimate(replicated).seconds == pytest.approx(3.0, rel=1e-6 if ranks == 1 else 0.1)
     if ranks == 2:
         assert estimator.estimate(step_timing._config(tensor=2, batch=batch)).seconds == pytest.approx(4.0)
 

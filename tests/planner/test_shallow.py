@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from colossus.planner.layout_blocks import BlockProfile
 
 from colossus.config import load_config
 from colossus.planner import layout_profile
+from colossus.planner.layout_profile import BlockProfile
 
 TENSOR = dict(size=4, mode="2d")
 SIZES = dict(num_layers=7, hidden_size=64, num_heads=4)

@@ -52,7 +52,7 @@ def _is_used_in_product(module: nn.Module, leaf: str) -> bool:
 
 
 def by_block(
-    model: nn.Module, chain: Sequence[NamedBlock] | None, takes: Callable[[nn.Parameter], bool] = lambda param: True
+    model: nn.Module, chain: Sequence[NamedBlock] | None, takes: Callable[[nn.Parameter], bool]
 ) -> tuple[list[tuple[nn.Module, list[PlacedParameter]]], list[PlacedParameter]]:
     """Return each block of a model as its module and parameters, and the parameters of the root block.
 
