@@ -179,11 +179,12 @@ def facts_of(
         )
         blocks, units = (0,) if chain is None else users.get(name, ()), tuple(sorted(users_of(entry, units_of)))
         parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), blocks, units, spec))
-    first = dict(model.named_modules())
+    by_name = dict(model.named_modules())
+    firsts = [by_name.get(block.modules[0] if block.modules else "") for block in chain or ()]
     return ModelFacts(
         tuple(parameters),
         ("",) if chain is None else tuple(block.name for block in chain),
-        (None,) if chain is None else tuple(number_of.get(id(first.get("".join(b.modules[:1])))) for b in chain),
+        (None,) if chain is None else tuple(number_of.get(id(module)) for module in firsts),
         len(modules),
         chain is not None,
         tuple((buffer.nbytes, buffer_users.get(name, ())) for name, buffer in model.named_buffers()),

@@ -60,7 +60,7 @@ class PlanRank(RankParameters):
     ) -> None:  # fmt: skip
         super().__init__(model, config, stages)
         self._on_cpu, self._per_host = on_cpu, ranks_per_host
-        self._flat_limit = shared_memory.piece_bytes() if on_cpu else None
+        self._flat_limit = shared_memory.flat_limit(torch.device("cpu" if on_cpu else "cuda"))
         #: traffic of units by the ids of their parameters' kinds: equal units have equal collectives
         self._rows: dict[tuple[int, ...], list[tuple[list[int], RowTraffic]]] = {}
 
