@@ -11,11 +11,12 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -102,7 +103,8 @@ class LocalRanks:
                 here, there = context.Pipe()
                 settings = (store, backend, collective_timeout, variables or {}, make, once, is_victim)
                 self._processes.append(context.Process(target=_run_rank, args=(there, rank, world, *settings)))
-                self._processes[-1].start()
+                with _interrupts_held():
+                    self._processes[-1].start()
                 there.close()
                 self._pipes.append(here)
             self.made = self._collect()
@@ -172,6 +174,16 @@ def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> l
         return ranks.made
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of the block: Python drops what is raised in the hooks of a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_rank(
     pipe: Connection,
     rank: int,
@@ -185,6 +197,7 @@ def _run_rank(
     is_victim: Callable[[BaseException], bool],
 ) -> None:
     code = 0
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         torch.set_num_threads(1)
         keep_freed_memory()

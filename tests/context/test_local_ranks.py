@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -84,3 +86,18 @@ def test_processor_time_is_read_without_proc_too() -> None:
     before = local_ranks._seconds_by_ps([os.getpid()])
     of_parent = run_local_ranks(1, works)[0]
     assert abs(of_parent - before) <= 2.0
+
+
+def test_ctrl_c_in_a_hook_of_a_fork_is_not_lost() -> None:
+    program = """
+import os, signal
+from colossus.context.local_ranks import LocalRanks
+
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    LocalRanks(1, str)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (run.stdout, run.stderr) == ("interrupted\n", "")
