@@ -25,7 +25,7 @@ _PART_BEHIND = 1 / 8
 
 
 class GradientForm(NamedTuple):
-    """What decides the bucket of a gradient: the axes over which it is summed, its dtype, its number of elements."""
+    """The axes over which a gradient is summed, its dtype and its number of elements, which decide its bucket."""
 
     axes: tuple[str, ...]
     dtype: torch.dtype

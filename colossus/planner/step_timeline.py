@@ -292,9 +292,11 @@ def play_step(
         The spans of each rank, and the second at which all its reductions have ended.
     """
     rank_of = ranks[0].stages.rank_of
-    places = None if at_once is None else math.ceil(at_once / copies)
-    slower = 1.0 if at_once is None or places is None else max(1.0, copies * places / at_once)
-    copying = 0.0
+    slower, copying = 1.0, 0.0
+    places: int | None = None
+    if at_once is not None:
+        places = math.ceil(at_once / copies)
+        slower = max(1.0, copies * places / at_once)
     if not ranks[0].player.hardware.overlaps:  # a message is copied by both of its ranks, which do nothing else
         transfer = copying = transfer / 2
 

@@ -71,8 +71,8 @@ class Action:
     def message(self) -> str:
         """The name of the value that a transfer carries, the same at both ends."""
         ends = (self.stage, self.peer) if self.kind in SENDS else (self.peer, self.stage)
-        what = self.kind.rpartition("_")[2]
-        return f"{what} of microbatch {self.microbatch} from stage {ends[0]} to stage {ends[1]}"
+        value = self.kind.rpartition("_")[2]
+        return f"{value} of microbatch {self.microbatch} from stage {ends[0]} to stage {ends[1]}"
 
     def __str__(self) -> str:
         if self.kind in TRANSFERS:

@@ -66,10 +66,10 @@ def test_without_colours_each_of_several_lines_has_a_letter() -> None:
 
 def test_with_colours_lines_are_braille_in_those_of_the_palette() -> None:
     chart = text_chart(Panel("loss", [UP, DOWN, EVALUATED]), 36, 10, colour=True)
-    found = {
+    colours = {
         "#" + bytes(map(int, numbers)).hex().upper() for numbers in re.findall(r"\[38;2;(\d+);(\d+);(\d+)m", chart)
     }
-    assert found == set(PALETTE[:2])
+    assert colours == set(PALETTE[:2])
     plain = re.sub(r"\033\[[\d;]+m", "", chart).splitlines()
     assert all(0x2800 < ord(drawn) < 0x2900 or drawn == "o" for row in plain[1:7] for drawn in row[3:].replace(" ", ""))
     assert plain[-1] == "  \u2812\u2812 up  \u2812\u2812 down  o down validation"

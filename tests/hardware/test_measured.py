@@ -193,7 +193,7 @@ def test_ranks_that_share_cores() -> None:
     assert [alone.slowdown(ranks) for ranks in (1, 4, 8)] == [1, 1, 2]
     assert [shared.slowdown(ranks) for ranks in (1, 4, 8)] == [1, 2, 4]
     assert shared.matmul_seconds(8, 8, 8, "fp32") == alone.matmul_seconds(8, 8, 8, "fp32")
-    seconds = [each.collective_seconds("all_reduce", 4, 4000) for each in (alone, shared)]
+    seconds = [machine.collective_seconds("all_reduce", 4, 4000) for machine in (alone, shared)]
     assert seconds[0] == pytest.approx(2 * seconds[1])
     assert Measured(MeasuredFile.model_validate(file_of() | {"device": "cuda"})).slowdown(64) == 1
 

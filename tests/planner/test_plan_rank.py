@@ -56,7 +56,7 @@ def test_reductions_start_with_their_blocks() -> None:
         for block in (*reversed(range(len(profile.facts.blocks))), None):
             for when in ("last", "each"):
                 started = [one.collectives for one in reductions if (one.block, one.when) == (block, when)]
-                composed += [f"{each.operation} of {each.input_bytes}" for several in started for each in several]
+                composed += [f"{own.operation} of {own.input_bytes}" for several in started for own in several]
                 if when == "last" and block is not None and profile.facts.blocks[block].startswith("blocks."):
                     composed.append(f"block {block}")
-        assert composed == [what for what in of_plan if not what.startswith("all_gather")]
+        assert composed == [line for line in of_plan if not line.startswith("all_gather")]

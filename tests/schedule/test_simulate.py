@@ -37,9 +37,9 @@ def test_a_blocking_transfer_holds_both_ranks() -> None:
 
 
 def test_weights_hold_their_activation_until_they_have_their_gradient() -> None:
-    found = simulate(make_schedule("zb-h1", 2, 2))
-    assert found.makespan == 7
-    assert found.peaks == [2, 2]
+    simulation = simulate(make_schedule("zb-h1", 2, 2))
+    assert simulation.makespan == 7
+    assert simulation.peaks == [2, 2]
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
