@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -221,9 +222,14 @@ def _run_rank(
             pipe.send_bytes(pickle.dumps((True, getattr(target, method)(*args), False)))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr, flush=True)
     except BaseException as error:
         code = 1
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc(), is_victim(error))))
+        try:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc(), is_victim(error))))
+        except BaseException:  # without this, the exit below would hide both errors
+            sys.__excepthook__(*sys.exc_info())
     finally:
         os._exit(code)  # destructors of broken process groups can hang
 

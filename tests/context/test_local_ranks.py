@@ -60,6 +60,22 @@ def test_the_first_traceback_is_shown_and_codes_are_kept() -> None:
     assert (list(caught.value.tracebacks), caught.value.exit_codes, caught.value.silent) == ([1], {2: 7}, [])
 
 
+def test_what_a_rank_cannot_answer_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    def leave(rank: int) -> None:
+        if rank == 1:
+            sys.exit("no more")
+        os.close(_own_pipe())
+        raise ValueError("unheard of")
+
+    with pytest.raises(RanksFailed) as caught:
+        run_local_ranks(2, leave)
+    assert caught.value.exit_codes == {0: 1, 1: 1}
+    errors = capfd.readouterr().err
+    assert "ValueError: unheard of" in errors
+    assert "OSError: [Errno 9]" in errors
+    assert "no more" in errors
+
+
 def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
     def works(rank: int) -> int:
         until = time.process_time() + 1.4
@@ -101,3 +117,12 @@ except KeyboardInterrupt:
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (run.stdout, run.stderr) == ("interrupted\n", "")
+
+
+def _own_pipe() -> int:
+    """Return the descriptor of the pipe to the parent, which a function of the stack has."""
+    frame = sys._getframe()
+    while "pipe" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_locals["pipe"].fileno()
