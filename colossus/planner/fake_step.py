@@ -21,33 +21,24 @@ import colossus
 from colossus.comm.accounting import Counter, Tally, count
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
-from colossus.construct.build_model import build
 from colossus.context.grid import build_grid
-from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
-from colossus.data.model_input import model_input
-from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine
-from colossus.engine.inputs import ForwardCall, Inputs
-from colossus.engine.parameter_groups import make_groups
-from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.optim.adafactor import Adafactor
 from colossus.optim.logical_tensors import Sums
 from colossus.optim.whole import WholeParameters
-from colossus.planner.block_runs import runs_of
+from colossus.planner.candidates import samples_of
 from colossus.planner.device_play import DeviceEvent, DeviceRecord
-from colossus.planner.fake_engine import balanced_experts, fake_engines
-from colossus.planner.fake_rank import errors_of_model, fake_rank, fake_world, give_sizes
-from colossus.planner.fake_tensors import counted_fake_tensors
+from colossus.planner.fake_engine import fake_engines
+from colossus.planner.fake_rank import errors_of_model, fake_world
+from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import COUNTED_STRATEGIES
 from colossus.planner.plan_estimate import StoredBytes
+from colossus.planner.plan_stages import layout_config, stages_of
 from colossus.planner.sample_batch import repeated, sample_of
 from colossus.random import GLOBAL_RNG
-from colossus.registry import MODELS
-from colossus.schedule.partition import make_partition
-from colossus.schedule.pipeline import PipelineRuntime
-from colossus.schedule.transport import ValueSpec, batch_signature, flatten_value, unflatten_value
+from colossus.schedule.transport import ValueSpec, batch_signature
 
 
 def stored_by(engine: Engine) -> StoredBytes:
@@ -123,13 +114,27 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bo
         )
     with errors_of_model(config):
         batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
-        return [_run_rank(config, rank, batch, on_cpu) for rank in ranks or ranks_of_pipeline(config)]
+        outputs = _stage_outputs(config) if config.parallel.pipeline.size > 1 else {}
+        return [_run_rank(config, rank, batch, outputs, on_cpu) for rank in ranks or ranks_of_pipeline(config)]
 
 
-def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
+def _stage_outputs(config: Config) -> dict[int, ValueSpec]:
+    """Return the description of the value that each stage but the last passes on for a microbatch.
+
+    It names the data axes over which samples are split, so that a layout of fewer data ranks will not do.
+    """
+    layout, data = layout_config(config, is_sharded=False), config.parallel.data or 1
+    parallel = layout.parallel.model_copy(update={"data": data})
+    train = layout.train.model_copy(update={"global_batch_size": data * samples_of(config)})
+    profile = profile_layout(layout.model_copy(update={"parallel": parallel, "train": train}))
+    stops = stages_of(config, profile.facts)[0].bounds[1:]
+    outputs = {stage: profile.blocks[stop - 1].output for stage, stop in enumerate(stops)}
+    return {stage: output for stage, output in outputs.items() if output is not None}
+
+
+def _run_rank(config: Config, rank: int, batch: Any, outputs: Mapping[int, ValueSpec], on_cpu: bool) -> RankStep:
     began = time.perf_counter()
     grid = build_grid(config.parallel)
-    values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
     environment = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
     with (
         GLOBAL_RNG.preserved(),
@@ -140,7 +145,7 @@ def _run_rank(config: Config, rank: int, batch: Any, on_cpu: bool) -> RankStep:
         engine = colossus.initialize(_without_files(config))
         try:
             fake_batch = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
-            _expect(engine, values, fake_batch)
+            _expect(engine, outputs, fake_batch)
             _first_step(engine, fake_batch)
             gc.collect()
             fake.mark()
@@ -209,46 +214,3 @@ def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None
         transport.links.takes_early = False  # receives are posted as with NCCL, and between processes of one host
         first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
         transport.expect(values, batch_signature(first))
-
-
-def stage_values(config: Config, rank: int, batch: Any) -> dict[int, ValueSpec]:
-    """Return the spec of each stage's output for a microbatch of this batch, on the pipeline of a rank.
-
-    The forwards of all stages run in this process, with a few blocks of each run of equal ones.
-
-    Raises:
-        ValueError: see `make_partition`.
-    """
-    with fake_rank(config, rank) as context:
-        return _values(config, context, batch)
-
-
-def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, ValueSpec]:
-    spec = config.model.spec()  # type: ignore[union-attr]
-    factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
-    model = build(factory, context, materialize=False, prepare=lambda whole: _freeze(config, whole))
-    pipeline, parallel = PipelineRuntime(config, context), model_parallel_of(context)
-    partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
-    outputs: dict[int, ValueSpec] = {}
-    with counted_fake_tensors(), balanced_experts():
-        give_sizes(model, context.precision)
-        model.train()
-        context.rng.move_to(0, 0)
-        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-        step = inputs.split(map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch), pipeline.num_microbatches)
-        with parallel.batch(step.infos[0]), context.precision.autocast(context.device):
-            own, first = inputs.local(step.microbatches[0]), ForwardCall(model, is_partitioned=True)
-            value = inputs.mark_tokens(model_input(own), step.microbatches[0])
-            is_first = True
-            for stage in range(pipeline.last_stage):
-                for run in runs_of(model, partition.blocks_of(stage)):
-                    for call in run.shown:
-                        value = first(call, value, own) if is_first else call(value)
-                        is_first = False
-                outputs[stage], tensors = flatten_value(value, parallel, f"stage {stage}")
-                value, _ = unflatten_value(outputs[stage], tensors, parallel)
-    return outputs
-
-
-def _freeze(config: Config, whole: torch.nn.Module) -> None:
-    make_groups(config.optimizer, whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import RecordedDeferral, TraceRecorder
 from colossus.registry import MODELS
-from colossus.schedule.transport import flatten_value
+from colossus.schedule.transport import TensorSpec, ValueSpec, flatten_value
 
 
 @dataclass(eq=False)
@@ -54,8 +55,7 @@ class BlockProfile:
         forward, backward: traces; a backward includes its recomputation.
         saved: bytes from its forward to its backward, its output included.
         forward_peak: the most bytes while its forward runs, beyond those that the blocks before it save.
-        passed: bytes of its output.
-        passed_back: bytes of the gradient of its output.
+        output: description of its output; None for the last block.
         lasting: bytes for all microbatches of a step; they are in no other bytes.
         levels: levels of ``backward``, activations beyond those that this block and the blocks before it save.
         wgrad: trace of the part of backward that a schedule may run later; None if the backward is not split.
@@ -66,14 +66,27 @@ class BlockProfile:
     forward: Trace
     saved: int
     forward_peak: int
-    passed: int
-    passed_back: int
+    output: ValueSpec | None
     lasting: LastingBytes
     backward: Trace = field(default_factory=Trace)
     levels: Sequence[Level] = ()
     wgrad: Trace | None = None
     deferred: int | None = None
     wgrad_levels: Sequence[Level] = ()
+
+    @cached_property
+    def passed(self) -> int:
+        """Return the bytes of its output."""
+        return 0 if self.output is None else _bytes_of(self.output.tensors)
+
+    @cached_property
+    def passed_back(self) -> int:
+        """Return the bytes of the gradient of its output."""
+        return 0 if self.output is None else _bytes_of(self.output.differentiable)
+
+
+def _bytes_of(tensors: Sequence[TensorSpec]) -> int:
+    return sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,29 +274,25 @@ class _MicrobatchRun:
             self._recorder.take()
             for number, call in enumerate(calls):
                 value = self._first(call, value, own) if number == 0 else call(value)
-                passed = back = 0
-                if number + 1 < len(calls):
-                    passed, back = self._pass_on(number, value)
-                else:
+                output = self._pass_on(number, value) if number + 1 < len(calls) else None
+                if output is None:
                     labels, _ = self._inputs.for_loss(value, own, self._batch.microbatches[0])
                     value = self._loss_fn(value, labels)[0]
                 saved, peak, lasting = fake.live - live, fake.peak - live, LastingBytes(fake.aside - aside)
                 live, aside = fake.mark(), fake.aside
                 self._live.append(live)
-                block = BlockProfile(self._recorder.take(), saved, peak, passed, back, lasting)
+                block = BlockProfile(self._recorder.take(), saved, peak, output, lasting)
                 block.deferred = 0 if self._split else None
                 self._blocks.append(block)
         return value
 
-    def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
-        """Return the bytes of a block's output, and of its gradient; a hook on the output ends the next backward."""
-        spec, tensors = flatten_value(value, self._parallel, f"block {number}")
+    def _pass_on(self, number: int, value: Any) -> ValueSpec:
+        """Return the description of a block's output; a hook on the output ends the next backward."""
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in leaves[:1]:
                 leaf.register_hook(lambda gradient: self._end_backward(number + 1))
-        back = sum(x.shape.numel() * x.dtype.itemsize for x in spec.differentiable)
-        return sum(tensor.nbytes for tensor in tensors), back
+        return flatten_value(value, self._parallel, f"block {number}")[0]
 
     def _end_backward(self, number: int) -> None:
         """Record the backward of a block, and of blocks after it whose end no hook has seen."""
