@@ -77,7 +77,6 @@ def plans(
     *,
     hosts: int = 1,
     keep: Mapping[str, Any] | None = None,
-    blocks: int | None = None,
 ) -> list[Candidate]:
     """Return every plan of a layout, those with few pipeline ranks first.
 
@@ -87,21 +86,15 @@ def plans(
         layout: the layout.
         hosts: hosts that share the devices evenly.
         keep: keys that every plan has, see `FixedKeys`.
-        blocks: the most stages that the model can be cut into; None for what its options say, else any number.
     """
     fixed = FixedKeys.of(config, keep)
     base, options, strategy = fixed.config, model_options(fixed.config), strategy_options(fixed.config)
-    blocks = getattr(options, "num_blocks", None) if blocks is None else blocks
     checkpointing = layout.activation_checkpoint
     base = base.model_copy(update={"train": base.train.model_copy(update={"activation_checkpoint": checkpointing})})
     train_changes = _checkpoint_changes(config.train.activation_checkpoint, checkpointing)
     candidates = []
-    for parallel in _with_pipelines(fixed, devices, layout):
+    for parallel, schedules, counts in _with_pipelines(fixed, devices, layout, options):
         if options is not None and options.check(parallel):
-            continue
-        counts = _microbatches(fixed, parallel, options)
-        schedules = _schedules(fixed, parallel.pipeline, blocks)
-        if not counts or not schedules or not experts_fit(parallel.data or 1, parallel.sequence.size, layout.expert):
             continue
         for plan in _with_zero(fixed, parallel, strategy, devices // hosts):
             parallel_changes = _parallel_changes(config.parallel, plan)
@@ -128,11 +121,7 @@ def representatives(fixed: FixedKeys, devices: int, layout: ModelLayout, *, host
     options, strategy = model_options(fixed.config), strategy_options(fixed.config)
     train = fixed.config.train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
     configs = []
-    for parallel in _with_pipelines(fixed, devices, layout):
-        counts = _microbatches(fixed, parallel, options)
-        schedules = _schedules(fixed, parallel.pipeline, getattr(options, "num_blocks", None))
-        if not counts or not schedules or not experts_fit(parallel.data or 1, parallel.sequence.size, layout.expert):
-            continue
+    for parallel, schedules, counts in _with_pipelines(fixed, devices, layout, options):
         forms = itertools.islice(_with_zero(fixed, parallel, strategy, devices // hosts), 2)
         plan = min(forms, key=lambda form: abs(form.zero.stage - 1), default=None)
         if plan is not None:
@@ -151,8 +140,10 @@ def fully_sharded(fixed: FixedKeys, config: Config) -> Config:
     return config.model_copy(update={"parallel": parallel.model_copy(update={"zero": zero})})
 
 
-def _with_pipelines(fixed: FixedKeys, devices: int, layout: ModelLayout) -> Iterator[Parallel]:
-    """Yield the layout's sections with each data and pipeline size that fits the devices and the fixed keys."""
+def _with_pipelines(
+    fixed: FixedKeys, devices: int, layout: ModelLayout, options: Any
+) -> Iterator[tuple[Parallel, list[Schedule], list[int]]]:
+    """Yield the layout's sections with each data and pipeline size that fits, its schedules and microbatches."""
     own = fixed.config.parallel
     expert = own.expert.model_copy(update={"size": layout.expert})
     sections = {"tensor": layout.tensor, "sequence": layout.sequence, "expert": expert}
@@ -163,7 +154,10 @@ def _with_pipelines(fixed: FixedKeys, devices: int, layout: ModelLayout) -> Iter
             pipeline = pipeline.model_copy(update={"split": "parameters"})
             parallel = parallel.model_copy(update={"pipeline": pipeline})
         if fixed.allows("parallel", parallel) and fixed.allows("parallel.pipeline", pipeline):
-            yield parallel
+            schedules = _schedules(fixed, pipeline, getattr(options, "num_blocks", None))
+            counts = _microbatches(fixed, parallel, options)
+            if schedules and counts and experts_fit(parallel.data or 1, parallel.sequence.size, layout.expert):
+                yield parallel, schedules, counts
 
 
 def _schedules(fixed: FixedKeys, pipeline: PipelineSection, blocks: int | None) -> list[Schedule]:

@@ -217,8 +217,6 @@ def test_a_model_without_options_is_split_only_as_its_file_does() -> None:
     assert sizes == {1}
     values["parallel"] = dict(tensor=2)
     assert {plan.config.parallel.tensor.size for plan in every(load_config(values), 4)} == {1, 2, 4}
-    one = layouts(load_config(values), 4)[0]
-    assert {plan.config.parallel.pipeline.size for plan in plans(load_config(values), 4, one, blocks=1)} == {1}
 
 
 def test_nothing_of_it_loads_torch() -> None:
