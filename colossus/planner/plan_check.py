@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,25 +44,38 @@ class CheckedRank:
     """The check of one rank.
 
     Attributes:
-        rank: rank in the world.
-        pipeline_rank: index along the pipeline.
+        step: the counts of its step.
         stored: bytes of weights, gradients and optimizer state between steps.
         peak: the most bytes in a step.
-        operations: collectives of the rank in a step, as rows of operation, axes, calls, bytes.
-        seconds: seconds that counting took.
     """
 
-    rank: int
-    pipeline_rank: int
+    step: RankStep
     stored: Sequence[Compared]
     peak: Compared
-    operations: Sequence[Mapping[str, Any]]
-    seconds: float
+
+    @classmethod
+    def of(cls, step: RankStep, memory: RankMemory) -> CheckedRank:
+        kinds = ("weights", "gradients", "optimizer")
+        stored = [Compared(kind, getattr(memory.stored, kind), getattr(step.stored, kind)) for kind in kinds]
+        # the check has all tensors on the CPU
+        return cls(step, stored, Compared("peak", memory.total + memory.stored.on_host, step.peak))
 
     @property
     def ratio(self) -> float:
         """Return the predicted peak over the counted one."""
         return self.peak.predicted / self.peak.counted
+
+    def as_json(self) -> dict[str, Any]:
+        step = self.step
+        operations = [{"operation": kind, "axes": axes, **vars(tally)} for (kind, axes), tally in step.moved.items()]
+        return {
+            "rank": step.rank,
+            "pipeline_rank": step.pipeline_rank,
+            "stored": _rows(self.stored),
+            "peak": {**asdict(self.peak), "ratio": self.ratio},
+            "operations": operations,
+            "seconds": step.seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -90,13 +103,15 @@ class CheckReport:
 
     def render(self) -> str:
         """Return the report as tables."""
-        ranks, seconds = named_ranks([rank.rank for rank in self.ranks]), sum(rank.seconds for rank in self.ranks)
+        steps = [rank.step for rank in self.ranks]
+        ranks, seconds = named_ranks([step.rank for step in steps]), sum(step.seconds for step in steps)
         head = f"checked     a step of {ranks} of {self.world_size:,} on tensors without values, in {seconds:.0f} s"
         axes = [("axis", "predicted", "counted", ""), *map(_cells, self.axes)]
         memory = [("pipeline rank", "bytes", "predicted", "counted", "")]
         for rank in self.ranks:
-            memory += [(str(rank.pipeline_rank), *_cells(row)) for row in rank.stored]
-            memory.append((str(rank.pipeline_rank), *_cells(rank.peak)[:-1], f"predicted / counted {rank.ratio:.3f}"))
+            place = str(rank.step.pipeline_rank)
+            memory += [(place, *_cells(row)) for row in rank.stored]
+            memory.append((place, *_cells(rank.peak)[:-1], f"predicted / counted {rank.ratio:.3f}"))
         sections = [head, aligned(axes, left_columns=(0, 3)), aligned(memory, left_columns=(1, 4))]
         sections = sections if self.axes else [head, sections[-1]]
         if self.seconds:
@@ -109,18 +124,8 @@ class CheckReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report, in bytes and seconds, as an object for JSON."""
-        ranks = [
-            {
-                "rank": rank.rank,
-                "pipeline_rank": rank.pipeline_rank,
-                "stored": _rows(rank.stored),
-                "peak": {**asdict(rank.peak), "ratio": rank.ratio},
-                "operations": rank.operations,
-                "seconds": rank.seconds,
-            }
-            for rank in self.ranks
-        ]
         seconds = [{"what": name, "predicted": predicted, "played": played} for name, predicted, played in self.seconds]
+        ranks = [rank.as_json() for rank in self.ranks]
         report = {"equal": self.is_equal, "world_size": self.world_size, "axes": _rows(self.axes), "ranks": ranks}
         return {**report, "seconds": seconds}
 
@@ -169,7 +174,7 @@ def check(
     counted = _bytes_by_axes(steps)
     predicted = {axes: cost.bytes for axes, cost in estimate.axes.items() if cost.bytes}
     rows = [Compared(axes, predicted.get(axes, 0.0), counted.get(axes, 0.0)) for axes in {**predicted, **counted}]
-    checked = [_checked(step, estimate.memory.ranks[step.pipeline_rank]) for step in steps]
+    checked = [CheckedRank.of(step, estimate.memory.ranks[step.pipeline_rank]) for step in steps]
     seconds = _seconds(config, estimate, steps, hardware, hosts) if hardware is not None and has_streams else ()
     return CheckReport(world_size(config.parallel), rows, checked, seconds)
 
@@ -220,19 +225,3 @@ def _bytes_by_axes(steps: Sequence[RankStep]) -> dict[str, float]:
             own[axes] += tally.bytes
         most |= {axes: max(most.get(axes, 0.0), sent) for axes, sent in own.items()}
     return most
-
-
-def _checked(step: RankStep, memory: RankMemory) -> CheckedRank:
-    stored, counted = memory.stored, step.stored
-    operations = [{"operation": kind, "axes": axes, **vars(tally)} for (kind, axes), tally in step.moved.items()]
-    return CheckedRank(
-        step.rank,
-        step.pipeline_rank,
-        [
-            Compared(kind, getattr(stored, kind), getattr(counted, kind))
-            for kind in ("weights", "gradients", "optimizer")
-        ],
-        Compared("peak", memory.total + stored.on_host, step.peak),  # the check has all tensors on the CPU
-        operations,
-        step.seconds,
-    )

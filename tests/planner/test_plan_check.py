@@ -40,7 +40,7 @@ def test_a_plan_is_as_predicted() -> None:
     assert report.is_equal, report.render()
     assert sys.excepthook is hook  # torch's names a rank in front of every line
     assert {row.what for row in report.axes} == {"data", "pipeline", "pipelinexdata"}
-    assert [(rank.rank, rank.pipeline_rank) for rank in report.ranks] == [(0, 0), (2, 1)]
+    assert [(rank.step.rank, rank.step.pipeline_rank) for rank in report.ranks] == [(0, 0), (2, 1)]
 
 
 @pytest.mark.long
