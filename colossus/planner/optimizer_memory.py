@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from colossus.comm.accounting import Counter, count, sent
 from colossus.config import Config
-from colossus.context.parallel_context import ParallelContext
 from colossus.engine.optimizers import make_optimizer
 from colossus.engine.parameter_groups import ParameterGroups
-from colossus.layout.parameter import ParameterSpec, StoredSpec, attach
+from colossus.layout.parameter import StoredSpec, attach
 from colossus.optim.logical_tensors import Holders
 from colossus.planner.fake_rank import fake_rank
-from colossus.planner.fake_tensors import counted_fake_tensors
+from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 from colossus.planner.rank_parameters import RankParameters
 from colossus.planner.step_traffic import Collective
 from colossus.registry import TORCH_OPTIMIZERS
@@ -132,22 +130,17 @@ class OptimizerMemory:
 
     def _measure(self, config: Config, name: str, dtype: torch.dtype) -> _ByElement:
         """Measure an elementwise optimizer by steps of a small and a larger parameter, and of two small ones."""
-        few, more = (self._step(config, name, dtype, [number]) for number in (_FEW, _MORE))
-        both = self._step(config, name, dtype, [_FEW, _FEW])
-        slopes = [(b - a) / (_MORE - _FEW) for a, b in zip(few, more, strict=True)]
-        state, update = ((a - slope * _FEW, slope) for a, slope in zip(few, slopes, strict=True))
-        return _ByElement(state, update, is_at_once=both[1] == 2 * few[1])
+        few, more, both = (self._step(config, name, dtype, sizes) for sizes in ([_FEW], [_MORE], [_FEW, _FEW]))
+        state, update = (
+            (a - (b - a) / (_MORE - _FEW) * _FEW, (b - a) / (_MORE - _FEW))
+            for a, b in ((few.state, more.state), (few.update, more.update))
+        )
+        return _ByElement(state, update, is_at_once=both.update == 2 * few.update)
 
-    def _step(self, config: Config, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes of the state for parameters of these sizes, and those that a step needs beyond it."""
+    def _step(self, config: Config, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> _Step:
+        """Run a step for parameters of these sizes."""
         with counted_fake_tensors() as fake:
-            named = [(name, _parameter((size,), dtype)) for size in sizes]
-            before = fake.mark()
-            optimizer: Any = make_optimizer(None, config, named, None, self._groups)  # type: ignore[arg-type]
-            optimizer.step()
-            tensors = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
-            state = sum(x.untyped_storage().nbytes() for x in tensors)
-            return state, fake.peak - before - state
+            return self._run(config, fake, [(name, _parameter((size,), dtype)) for size in sizes])
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
@@ -158,12 +151,16 @@ class OptimizerMemory:
             return _Step(0, 0, Counter())
         key = (*sizes.items(), *((param.kind, stored.dtype, stored.rows) for param, stored in trained))
         if key not in self._steps:
-            params = []
-            for param, stored in trained:
-                spec = StoredSpec(param.spec, stored.rows, sizes) if stored.rows else param.spec
-                params.append((spec, stored.shape, stored.dtype, param.kind.is_table))
-            with fake_rank(rank.config) as context:
-                self._steps[key] = self._step_of(rank.config, context, rank.axes.summed, params)
+            with fake_rank(rank.config) as context, counted_fake_tensors() as fake:
+                named, tables = [], set()
+                for param, stored in trained:
+                    spec = StoredSpec(param.spec, stored.rows, sizes) if stored.rows else param.spec
+                    parameter = attach(_parameter(stored.shape, stored.dtype), spec)
+                    named.append((spec.name, parameter))
+                    if param.kind.is_table:
+                        tables.add(id(parameter))
+                holders = Holders(context, (axis for axis in rank.axes.summed if axis != "pipeline"), tables)
+                self._steps[key] = self._run(rank.config, fake, named, holders)
         return self._steps[key]
 
     def _scaled(self, rank: RankParameters) -> tuple[int, int]:
@@ -176,37 +173,22 @@ class OptimizerMemory:
         step, number = self._first
         return round(step.state * elements / number), round(step.update * elements / number)
 
-    def _step_of(
+    def _run(
         self,
         config: Config,
-        context: ParallelContext,
-        axes: Iterable[str],
-        params: Sequence[tuple[ParameterSpec, tuple[int, ...], torch.dtype, bool]],
+        fake: CountedFakeTensors,
+        named: Sequence[tuple[str, nn.Parameter]],
+        holders: Holders | None = None,
     ) -> _Step:
-        """Run a step on fake tensors.
-
-        Args:
-            config: the config.
-            context: context of the rank.
-            axes: axes over which gradients are summed.
-            params: spec, shape and dtype of each parameter, and whether it is a table.
-        """
-        with counted_fake_tensors() as fake:
-            named, tables = [], set()
-            for spec, shape, dtype, is_table in params:
-                param = attach(_parameter(shape, dtype), spec)
-                named.append((spec.name, param))
-                if is_table:
-                    tables.add(id(param))
-            holders = Holders(context, (axis for axis in axes if axis != "pipeline"), tables)
-            before = fake.live
-            with _frozen_garbage(), count() as moved:
-                optimizer: Any = make_optimizer(None, config, named, holders, self._groups)
-                fake.mark()
-                optimizer.step()
-                peak = fake.peak
-                gc.collect()  # reference cycles of the optimizer
-                return _Step(fake.live - before, peak - fake.live, moved)
+        """Run a step of a new optimizer; one of whole parameters has holders."""
+        before = fake.live
+        with _frozen_garbage(), count() as moved:
+            optimizer: Any = make_optimizer(None, config, named, holders, self._groups)  # type: ignore[arg-type]
+            fake.mark()
+            optimizer.step()
+            peak = fake.peak
+            gc.collect()  # reference cycles of the optimizer
+            return _Step(fake.live - before, peak - fake.live, moved)
 
 
 @contextmanager
