@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types as python_types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -29,12 +29,14 @@ _UPDATES = tuple(
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
     for overload in getattr(aten, name).overloads()
 )
-#: views of their first argument, half of a recording's operators: their sizes need no inference by torch's fake kernels
-_VIEWS = frozenset(
-    getattr(aten, name).default if hasattr(getattr(aten, name), "default") else getattr(getattr(aten, name), overload)
+#: frequent operators whose meta kernels, not written in Python, say all of a result but its device: the first argument's
+_INFERRED_BY_META = frozenset(
+    getattr(getattr(aten, name), overload)
     for name, overload in (
-        ("view", ""), ("t", ""), ("transpose", "int"), ("permute", ""), ("detach", ""), ("alias", ""),
-        ("_unsafe_view", ""), ("unsqueeze", ""), ("expand", ""), ("select", "int"), ("slice", "Tensor"),
+        ("view", "default"), ("t", "default"), ("transpose", "int"), ("permute", "default"), ("detach", "default"),
+        ("alias", "default"), ("_unsafe_view", "default"), ("unsqueeze", "default"), ("expand", "default"),
+        ("select", "int"), ("slice", "Tensor"), ("mm", "default"), ("bmm", "default"), ("clone", "default"),
+        ("_to_copy", "default"), ("new_empty", "default"), ("sum", "dim_IntList"),
     )
 )  # fmt: skip
 
@@ -90,8 +92,10 @@ class CountedFakeTensors(FakeTensorMode):
         self._depth += 1
         try:
             with torch._C.DisableTorchFunction():
-                is_view = func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None
-                out = self._view(func, args, kwargs) if is_view else _DISPATCH(self, func, types, args, kwargs)
+                if func in _INFERRED_BY_META and _have_no_values(args) and "device" not in kwargs:
+                    out = self._infer(func, args, kwargs)
+                else:
+                    out = _DISPATCH(self, func, types, args, kwargs)
         finally:
             self._depth -= 1
         if self.observer is not None and not self._depth:
@@ -101,10 +105,10 @@ class CountedFakeTensors(FakeTensorMode):
                 self._count(leaf.untyped_storage())
         return out
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def _infer(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         with in_kernel_invocation_manager(self):
-            view = func(*args, **kwargs)
-        return FakeTensor(self, view, args[0].fake_device)
+            out = func(*args, **kwargs)
+        return FakeTensor(self, out, args[0].fake_device)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -157,6 +161,13 @@ class CountedFakeTensors(FakeTensorMode):
         if key in self._sizes:
             self._add(size - self._sizes[key])
             self._sizes[key] = size
+
+
+def _have_no_values(args: Sequence[Any]) -> bool:
+    """Return whether the first argument is a fake tensor, and all tensors are fake ones whose values nobody knows."""
+    return isinstance(args[0], FakeTensor) and all(
+        arg.constant is None if isinstance(arg, FakeTensor) else not isinstance(arg, Tensor) for arg in args
+    )
 
 
 @contextmanager

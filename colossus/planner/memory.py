@@ -17,7 +17,6 @@ from colossus.planner.plan_estimate import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.plan_rank import PlanRank
 from colossus.planner.plan_stages import layout_config, splits_backward, stages_of
 from colossus.planner.rank_parameters import PlanAxes, RankParameters
-from colossus.schedule.actions import in_flight
 
 #: strategies whose memory is counted completely: beside buckets they store nothing that grows with the model
 COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
@@ -67,7 +66,7 @@ def memory_of(
     for rank in ranks:
         stored, stages = stored_bytes(rank, profile.optimizer, exact=exact), rank.stages
         play = MemoryPlay(profile.blocks, rank, stored, times=times)
-        memories.append(RankMemory(stages.rank, stages.stages, max(in_flight(stages.actions)), stored, play.run()))
+        memories.append(RankMemory(stages.rank, stages.stages, stages.in_flight, stored, play.run()))
     return PlanMemory(tuple(memories), tuple(_notes(config)))
 
 

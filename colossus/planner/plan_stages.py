@@ -12,7 +12,7 @@ from colossus.config import Config, ConfigError
 from colossus.config.schema import StrategySection
 from colossus.planner.candidates import samples_of
 from colossus.planner.parameter_facts import ModelFacts
-from colossus.schedule.actions import LAST_USE, Action, Actions, placement
+from colossus.schedule.actions import LAST_USE, Action, Actions, in_flight, placement
 from colossus.schedule.build import make_schedule
 
 
@@ -59,6 +59,11 @@ class RankStages:
     def last_uses(self) -> frozenset[int]:
         """Return the ids of these actions: an action is one object in all lists."""
         return frozenset(id(self.actions[index]) for index in self._last.values())
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Return the most activations that the rank stores, see `colossus.schedule.actions.in_flight`."""
+        return max(in_flight(self.actions))
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -140,15 +145,55 @@ def layout_config(config: Config, *, is_sharded: bool) -> Config:
 
 def splits_backward(config: Config) -> bool:
     """Return whether the schedule runs wgrad apart from dgrad."""
-    return any(action.kind == "backward_weight" for own in actions_of(config) for action in own)
+    return any(action.kind == "backward_weight" for own in _schedule(config).actions for action in own)
 
 
-def actions_of(config: Config) -> Actions:
-    """Return the actions of all pipeline ranks.
+def with_few_microbatches(config: Config) -> Config:
+    """Return the config with at most two microbatches for each pipeline rank, which show all that a rank does."""
+    schedule = config.schedule
+    few = min(schedule.microbatches, 2 * config.parallel.pipeline.size)
+    return config.model_copy(update={"schedule": schedule.model_copy(update={"microbatches": few})})
+
+
+def stages_of(config: Config, model: ModelFacts) -> Sequence[RankStages]:
+    """Return the stages of each pipeline rank.
+
+    Raises:
+        ConfigError: the schedule is wrong, there are more stages than blocks, or the split does not fit.
+    """
+    schedule = _schedule(config)
+    try:
+        bounds = model.bounds(config.parallel.pipeline.split, len(schedule.rank_of))
+    except ValueError as error:
+        raise ConfigError(str(error), config.source) from error
+    return schedule.stages(bounds)
+
+
+def num_stages(config: Config) -> int:
+    """Return the number of stages of all pipeline ranks.
 
     Raises:
         ConfigError: the schedule is wrong.
     """
+    return len(_schedule(with_few_microbatches(config)).rank_of)
+
+
+class _Schedule:
+    """The actions of all pipeline ranks, and their stages for each split of a model."""
+
+    def __init__(self, actions: Actions) -> None:
+        self.actions, self.rank_of = actions, placement(actions) or {0: 0}
+        self._stages: dict[tuple[int, ...], Sequence[RankStages]] = {}
+
+    def stages(self, bounds: tuple[int, ...]) -> Sequence[RankStages]:
+        if bounds not in self._stages:
+            self._stages[bounds] = [
+                RankStages(rank, bounds, self.rank_of, own) for rank, own in enumerate(self.actions)
+            ]
+        return self._stages[bounds]
+
+
+def _schedule(config: Config) -> _Schedule:
     schedule = config.schedule
     options = tuple(sorted(schedule.options.items()))
     try:
@@ -158,20 +203,5 @@ def actions_of(config: Config) -> Actions:
 
 
 @lru_cache(maxsize=256)
-def _cached_schedule(kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Actions:
-    return make_schedule(kind, stages, microbatches, **dict(options))
-
-
-def stages_of(config: Config, model: ModelFacts) -> list[RankStages]:
-    """Return the stages of each pipeline rank.
-
-    Raises:
-        ConfigError: there are more stages than blocks, or the split does not fit.
-    """
-    actions = actions_of(config)
-    rank_of = placement(actions) or {0: 0}
-    try:
-        bounds = model.bounds(config.parallel.pipeline.split, len(rank_of))
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
-    return [RankStages(rank, bounds, rank_of, own) for rank, own in enumerate(actions)]
+def _cached_schedule(kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> _Schedule:
+    return _Schedule(make_schedule(kind, stages, microbatches, **dict(options)))

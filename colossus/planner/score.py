@@ -18,10 +18,10 @@ from colossus.planner.layout_profile import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.plan_estimate import PlanMemory, RankMemory
 from colossus.planner.plan_rank import PlanRank
-from colossus.planner.plan_stages import RankStages, actions_of, stages_of
+from colossus.planner.plan_stages import RankStages, num_stages, stages_of, with_few_microbatches
 from colossus.planner.step_timeline import RankTimeline, ranks_for
 from colossus.planner.trace_seconds import TracePlayer, update_seconds
-from colossus.schedule.actions import COMPUTE, Action, in_flight, placement
+from colossus.schedule.actions import COMPUTE, Action
 from colossus.schedule.bounds import split_chain
 
 
@@ -36,10 +36,10 @@ def split_by_time(config: Config, profile: LayoutProfile, player: TracePlayer) -
     Raises:
         ValueError: the model is no chain, or has fewer blocks than there are stages.
     """
-    num_stages = len(placement(actions_of(config)))
-    profile.facts.bounds("parameters", num_stages)  # raises if the model cannot be cut
+    count = num_stages(config)
+    profile.facts.bounds("parameters", count)  # raises if the model cannot be cut
     costs = tuple(round(1e9 * seconds) for seconds in block_seconds(profile, player))
-    return tuple(stop - start for start, stop in itertools.pairwise(split_chain(costs, num_stages)))
+    return tuple(stop - start for start, stop in itertools.pairwise(split_chain(costs, count)))
 
 
 def block_seconds(profile: LayoutProfile, player: TracePlayer) -> Sequence[float]:
@@ -129,13 +129,12 @@ def _of_last_microbatches(stages: RankStages) -> list[list[Action]]:
 
 def _some_ranks(config: Config, profile: LayoutProfile, seconds_of_blocks: Sequence[float]) -> list[RankStages]:
     """Return the pipeline rank whose blocks save most, the first, the last, and the one whose blocks take longest."""
-    schedule, size = config.schedule, config.parallel.pipeline.size
-    few = schedule.model_copy(update={"microbatches": min(schedule.microbatches, 2 * size)})
-    ranks = stages_of(config.model_copy(update={"schedule": few}), profile.facts)
+    size = config.parallel.pipeline.size
+    ranks = stages_of(with_few_microbatches(config), profile.facts)
     seconds, saved = [0.0] * size, [0.0] * size
     for rank in ranks:
         blocks = [block for stage in rank.stages for block in rank.blocks_of(stage)]
         seconds[rank.rank] = sum(seconds_of_blocks[block] for block in blocks)
-        saved[rank.rank] = max(in_flight(rank.actions)) * sum(profile.blocks[block].saved for block in blocks)
+        saved[rank.rank] = rank.in_flight * sum(profile.blocks[block].saved for block in blocks)
     slowest, fullest = (max(range(size), key=values.__getitem__) for values in (seconds, saved))
     return [ranks[rank] for rank in dict.fromkeys((fullest, 0, size - 1, slowest))]

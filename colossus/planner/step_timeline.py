@@ -16,7 +16,7 @@ from colossus.planner.plan_stages import RankStages
 from colossus.planner.step_traffic import Collective
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
-from colossus.schedule.actions import COMPUTE, LAST_USE, TRANSFERS, Action
+from colossus.schedule.actions import COMPUTE, LAST_USE, SENDS, TRANSFERS, Action
 from colossus.schedule.simulate import Span, play
 
 
@@ -96,6 +96,8 @@ class RankTimeline:
         self.profile, self.stages, self.player = profile, rank.stages, player
         self.rank, self._end = rank, (*rank.end, *profile.optimizer.collectives(rank))
         self._costs: dict[tuple[str, int, bool, bool, bool], ActionCost] = {}
+        #: stages of which a backward gathers weights again
+        self._gathers_again = {gather.stage for gather in rank.gathers if gather.in_backward}
         #: cost of each collective by its id: those of equal blocks are one
         self._collectives: dict[int, AxisCost] = {}
         #: seconds of the collectives of a block, and of the copies beside them, by the id of their tuple
@@ -123,7 +125,7 @@ class RankTimeline:
         """Return whether an action has to gather the weights of its blocks."""
         if action.kind == "forward":
             return (action.stage, action.microbatch) in self.rank.gathered
-        return any(gather.in_backward for gather in self.rank.gathers if gather.stage == action.stage)
+        return action.stage in self._gathers_again
 
     def _cost(self, kind: str, stage: int, is_last: bool, is_freed: bool, is_first: bool) -> ActionCost:
         numbers = list(self.stages.blocks_of(stage))
@@ -222,12 +224,14 @@ class RankTimeline:
             spans: the rank's actions.
             transfer: seconds of a message.
         """
-        inside = [self.cost(span.action).axes for span in spans if span.action.kind in COMPUTE]
+        computing = [span.action for span in spans if span.action.kind in COMPUTE]
+        often = Counter(id(self.cost(action)) for action in computing)
+        inside = [{axes: cost * often[id(own)] for axes, cost in own.axes.items()} for own in self._costs.values()]
         inside += [played.axes for kind in ("forward", "backward") for played in self._once(kind)]
         out = total(inside)
         apart = Counter((*self.rank.begin, *self._end))
         counts = apart + self.rank.times()
-        waiting = sum(self._waiting(span.action) for span in spans if span.action.kind in COMPUTE)
+        waiting = sum(self.seconds(action) - self.cost(action).computing for action in computing)
         beside = sum(self.collective(own).seconds * (times - apart[own]) for own, times in counts.items())
         share = min(1.0, waiting / beside) if beside else 0.0
         for collective, times in counts.items():
@@ -236,19 +240,15 @@ class RankTimeline:
             step_cost = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
             out[collective.axes] = out.get(collective.axes, AxisCost()) + step_cost
         blocks, bounds = self.profile.blocks, self.stages.bounds
-        for action in (span.action for span in spans):
-            if action.kind in ("send_activation", "send_gradient"):
-                forward = action.kind == "send_activation"
-                border = blocks[bounds[action.stage + forward] - 1]
-                # on CPUs the rank copies half of it, and half of one that it receives
-                exposed = 0.0 if self.player.hardware.overlaps else transfer
-                message = AxisCost(float(border.passed if forward else border.passed_back), transfer, exposed)
-                out["pipeline"] = out.get("pipeline", AxisCost()) + message
+        sends = Counter((span.action.kind, span.action.stage) for span in spans if span.action.kind in SENDS)
+        for (kind, stage), times in sends.items():
+            forward = kind == "send_activation"
+            border = blocks[bounds[stage + forward] - 1]
+            # on CPUs the rank copies half of it, and half of one that it receives
+            exposed = 0.0 if self.player.hardware.overlaps else transfer
+            message = AxisCost(float(border.passed if forward else border.passed_back), transfer, exposed)
+            out["pipeline"] = out.get("pipeline", AxisCost()) + message * times
         return out
-
-    def _waiting(self, action: Action) -> float:
-        """Return the seconds of an action in which its rank waits for gathers or reductions."""
-        return self.seconds(action) - self.cost(action).computing
 
 
 _NOTHING = Trace()

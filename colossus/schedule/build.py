@@ -11,20 +11,17 @@ transfer gets the time at which its value is made. Sorting by time gives such an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import LAST_USE, Action, Actions, Kind, made_by, needs, placement
 from colossus.schedule.check import check
-from colossus.schedule.simulate import play
+from colossus.schedule.simulate import Span
 
 #: a function of (stages, microbatches, **options) that returns the most activations that each rank may store
 Bound = Callable[..., list[int]]
 ScheduleFunction = TypeVar("ScheduleFunction", bound=Callable[..., object])
-
-#: any times above zero give a correct order; these give a good one
-_TIMES = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 
 def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches: int, /, **options: Any) -> Actions:
@@ -55,12 +52,10 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
         raise ValueError(f"schedule {name} must return a list of Action(kind, stage, microbatch) for each rank")
     compute = [list(own) for own in lists]
     try:
-        check(compute, microbatches, bound(stages, microbatches, **options) if bound else None)
+        spans = check(compute, microbatches, bound(stages, microbatches, **options) if bound else None)
     except ValueError as error:
         raise ValueError(f"schedule {name} (stages={stages}, microbatches={microbatches}): {error}") from None
-    actions = complete(compute)
-    play(actions, lambda action: 0.0, blocking=True)  # a Deadlock here would be a mistake of ours
-    return actions
+    return complete(spans)
 
 
 def require_counts(**counts: int) -> None:
@@ -83,19 +78,21 @@ def bounded(bound: Bound) -> Callable[[ScheduleFunction], ScheduleFunction]:
     return attach
 
 
-def complete(actions: Actions) -> Actions:
-    """Add transfers, reductions and the step to lists of compute actions that `check` has passed.
+def complete(spans: Sequence[Sequence[Span]]) -> Actions:
+    """Add transfers, reductions and the step to lists of compute actions.
 
     A stage's gradients are reduced as soon as they are complete, to overlap with the actions that follow.
+
+    Args:
+        spans: the actions of each rank, played with any times above zero (`check`).
     """
-    rank_of = placement(actions)
+    rank_of = placement([[span.action for span in own] for own in spans])
     last_stage = max(rank_of)
-    spans = play(actions, lambda action: _TIMES[action.kind])
     made_at = {made_by(span.action): span.end for own in spans for span in own}
     # for each rank, its actions with their places in the common order: (time, whether it computes, ...), so that
     # transfers come before compute actions that start at the same time. For transfers (whether the boundary between the
     # stages is odd, boundary, whether it is a gradient, microbatch) follows, so that neighbouring ones form no chain
-    events: list[list[tuple[tuple[float, bool, bool, int, bool, int], Action]]] = [[] for _ in actions]
+    events: list[list[tuple[tuple[float, bool, bool, int, bool, int], Action]]] = [[] for _ in spans]
     for rank, own in enumerate(spans):
         last_of_stage = {span.action.stage: index for index, span in enumerate(own) if span.action.kind in LAST_USE}
         for index, span in enumerate(own):

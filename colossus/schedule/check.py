@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colossus.schedule.actions import COMPUTE, Action, Actions, in_flight, made_by, needs, placement
-from colossus.schedule.simulate import Deadlock, play
+from colossus.schedule.simulate import Deadlock, Span, Times, play
 
 
-def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = None) -> None:
-    """Raise ValueError unless the compute actions are complete, can run in their order, and fit in the memory bound.
+def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = None) -> list[list[Span]]:
+    """Play compute actions that are complete, can run in their order, and fit in the memory bound.
 
     The error names the first bad action, its rank, its index in the rank's list, and what to do.
 
@@ -17,10 +17,16 @@ def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = Non
         actions: the compute actions of each rank.
         microbatches: the number of microbatches of a step.
         bound: the most activations that each rank may store (see `in_flight`); None sets no bound.
+
+    Returns:
+        The span of each action, in the default `Times`.
+
+    Raises:
+        ValueError: they are not.
     """
     _require_complete(actions, microbatches)
     try:
-        play(actions, lambda action: 0.0)
+        spans = play(actions, Times().of)
     except Deadlock as deadlock:
         raise ValueError(_explain(actions, deadlock.waiting_at)) from None
     for rank, limit in enumerate(bound or ()):
@@ -30,6 +36,7 @@ def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = Non
                     f"{_where(rank, index, actions[rank][index])} makes {count} activations in flight, and the "
                     f"schedule promises at most {limit}; put a backward before it"
                 )
+    return spans
 
 
 def _require_complete(actions: Actions, microbatches: int) -> None:

@@ -144,6 +144,7 @@ def play(
     rank_of = placement(actions)
     last_stage = max(rank_of, default=0)
     has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
+    needed = [[needs(action, last_stage) for action in own] for own in actions]
     spans: list[list[Span]] = [[] for _ in actions]
     now = [0.0] * len(actions)
     #: for each rank, the time from which a value is there, and the ranks that wait for a value on it
@@ -157,10 +158,10 @@ def play(
     def next_of(rank: int) -> Action | None:
         return actions[rank][len(spans[rank])] if len(spans[rank]) < len(actions[rank]) else None
 
-    def ready(rank: int, action: Action) -> float | None:
-        """Return the time from which all that the action needs is there, or None while that is unknown."""
+    def ready(rank: int) -> float | None:
+        """Return the time from which all that a rank's next action needs is there, or None while that is unknown."""
         latest = 0.0
-        for need in needs(action, last_stage):
+        for need in needed[rank][len(spans[rank])]:
             # without transfers in the lists, values stay with the rank that made them
             at = rank if has_transfers else rank_of[need.stage]
             time = available[at].get(need)
@@ -192,7 +193,7 @@ def play(
         if other is None or next_of(other) != mirror:
             return False
         send, sender = (action, rank) if action.kind in SENDS else (mirror, other)
-        ready_at = ready(sender, send)
+        ready_at = ready(sender)
         if ready_at is None:
             return False
         start = max(now[rank], now[other], ready_at)
@@ -209,7 +210,7 @@ def play(
             return False
         if blocking and action.kind in TRANSFERS:
             return transfer_blocking(rank, action)
-        ready_at = ready(rank, action)
+        ready_at = ready(rank)
         if ready_at is None:
             return False
         start = max(now[rank], ready_at)
@@ -223,7 +224,7 @@ def play(
 
     def could_start(rank: int) -> float:
         action = next_of(rank)
-        ready_at = None if action is None else ready(rank, action)
+        ready_at = None if action is None else ready(rank)
         return math.inf if ready_at is None else max(now[rank], ready_at)
 
     while todo:

@@ -102,12 +102,12 @@ def test_swapped_actions_are_refused_or_still_right() -> None:
             continue
         own[index], own[index + 1] = own[index + 1], own[index]
         try:
-            check(actions, MICROBATCHES)
+            spans = check(actions, MICROBATCHES)
         except ValueError as error:
             refused.append(str(error))
             continue
         # then neither of the two needs the other, and the whole still comes to an end
-        assert simulate(complete(actions), blocking=True).makespan > 0
+        assert simulate(complete(spans), blocking=True).makespan > 0
         assert (own[index].stage, own[index].microbatch) != (own[index + 1].stage, own[index + 1].microbatch)
     assert len(refused) > len(PLACES) // 5
     assert all(re.search(r"swap them|move one of the two", error) for error in refused)
@@ -143,8 +143,7 @@ def test_any_order_that_can_be_played_gets_transfers_that_do_not_face_each_other
         chosen = data.draw(st.sampled_from(can))
         remaining.remove(chosen)
         in_order[rank_of[chosen.stage]].append(chosen)
-    check(in_order, microbatches)
-    full = complete(in_order)
+    full = complete(check(in_order, microbatches))
     assert [[action for action in own if action.kind in COMPUTE] for own in full] == in_order
     play(full, lambda action: 1.0, blocking=True)
     for rank, own in enumerate(full):
