@@ -42,6 +42,11 @@ class MemoryPlay:
             else:
                 self._last[reduction.stage, reduction.block].append(reduction)
         self._last_uses = rank.stages.last_uses
+        #: the blocks of each stage that run backward, in this order
+        self._backwards = {
+            stage: [number for number in reversed(rank.stages.blocks_of(stage)) if number >= self._first_trained]
+            for stage in rank.stages.stages
+        }
         received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages.stages]
         #: in a pipeline, a value that arrives and one that leaves
         self._messages = 2 * times * max(received) if len(rank.stages.bounds) > 2 else 0.0
@@ -57,8 +62,10 @@ class MemoryPlay:
         self._reducing: deque[Reduction] = deque()
         self._summed: set[int] = set()
         self._begun: set[int] = set()
+        self._most: dict[tuple[int, int, int], float] = {}
         self._peak = -1.0
-        self._kinds: dict[str, int] = {}
+        #: bytes of weights, gradients, buffers, activations and the update at the peak
+        self._at_peak = (0.0, 0.0, 0.0, 0.0, 0.0)
         #: bytes of incomplete gradients of tied parameters, by block: those that the profile counts as activations
         #: while the block runs backward, and the change on the rank behind each of its backwards, and behind the last
         self._tied, self._tied_in_each, self._tied_in_last = Counter[int](), Counter[int](), Counter[int]()
@@ -83,7 +90,7 @@ class MemoryPlay:
                 for reduction in self._last[action.stage, None]:
                     self._start(reduction)
         self._finish()
-        return self._kinds
+        return self._kinds()
 
     def _add_tied(self) -> None:
         """Add the bytes of incomplete gradients of tied parameters that the rank's backwards hold.
@@ -129,8 +136,8 @@ class MemoryPlay:
     def _backward(self, action: Action) -> None:
         """Play a backward, or the dgrad of one whose wgrad comes later."""
         stage, is_split = action.stage, action.kind == "backward_input"
-        numbers = [number for number in reversed(self._stages.blocks_of(stage)) if number >= self._first_trained]
-        skipped = [number for number in self._stages.blocks_of(stage) if number < self._first_trained]
+        numbers = self._backwards[stage]
+        skipped = self._stages.blocks_of(stage)[: -len(numbers) or None]
         self._activations += self._times * self._passed(stage)
         before: int | None = None
         for number in numbers:
@@ -155,7 +162,7 @@ class MemoryPlay:
             self._begun.add(stage)
 
     def _backward_weight(self, action: Action) -> None:
-        numbers = [number for number in reversed(self._stages.blocks_of(action.stage)) if number >= self._first_trained]
+        numbers = self._backwards[action.stage]
         for number in numbers:
             block = self._blocks[number]
             self._make(number, block.wgrad_levels, action, adds=True)
@@ -187,8 +194,8 @@ class MemoryPlay:
         alone = lasting.largest if is_last and number not in self._waiting else 0
         #: later microbatches add to the gradients that stay
         new = reduced + (made - late if is_first else 0) + (late if is_last else 0)
-        for activations, gradients in levels:
-            self._touch(self._times * (activations - self._tied[number]) + min(gradients, new) + alone)
+        if levels:
+            self._touch(self._most_of(levels, self._tied[number], new) + alone)
         if adds:
             self._gradients += self._tied_in_each[number] + new + (self._tied_in_last[number] if is_last else 0)
             if is_last and number in self._waiting:
@@ -196,6 +203,13 @@ class MemoryPlay:
                 self._gradients -= lasting.gradients
             for reduction in self._last[action.stage, number] if is_last else ():
                 self._start(reduction)
+
+    def _most_of(self, levels: Sequence[Level], tied: int, new: int) -> float:
+        """Return the most bytes of a backward without ``tied`` ones, and with at most ``new`` ones of gradients."""
+        key = id(levels), tied, new
+        if key not in self._most:
+            self._most[key] = max(self._times * (activations - tied) + min(made, new) for activations, made in levels)
+        return self._most[key]
 
     # -- weights ------------------------------------------------------------------------------------------
 
@@ -287,17 +301,19 @@ class MemoryPlay:
 
     def _touch(self, activations: float = 0.0, *, update: float = 0.0) -> None:
         """Record the living bytes, with more of activations or of the update, if they are the most so far."""
-        stored = self._stored
         activations += self._activations + self._messages
-        moving = self._gathered + self._gradients + self._sums + self._buffers + activations + update
-        if moving <= self._peak:
-            return
-        self._peak = moving
-        self._kinds = {
+        gradients = self._gradients + self._sums
+        moving = self._gathered + gradients + self._buffers + activations + update
+        if moving > self._peak:
+            self._peak, self._at_peak = moving, (self._gathered, gradients, self._buffers, activations, update)
+
+    def _kinds(self) -> dict[str, int]:
+        stored, (gathered, gradients, buffers, activations, update) = self._stored, self._at_peak
+        return {
             "weights": stored.weights,
-            "gathered": round(self._gathered),
-            "gradients": round(self._gradients + self._sums),
-            "buffers": round(self._buffers + self._rank.buckets),
+            "gathered": round(gathered),
+            "gradients": round(gradients),
+            "buffers": round(buffers + self._rank.buckets),
             "optimizer": stored.optimizer,
             "activations": round(activations),
             "update": round(update),

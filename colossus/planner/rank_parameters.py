@@ -168,9 +168,14 @@ class RankParameters:
 
     def stage_of(self, param: ParameterFacts) -> int:
         """Return the stage whose backward completes the gradient of a parameter."""
+        if len(param.blocks) == 1:
+            return self.stages.stage_of[param.blocks[0]]
         return self.stages.stages_with(param.blocks)[-1]
 
     def completed_in(self, param: ParameterFacts, stage: int) -> int:
         """Return the block of a stage whose backward completes the gradient of a parameter."""
-        inside = self.stages.blocks_of(stage)
-        return next((block for block in param.blocks if block in inside), inside.stop - 1)
+        start, stop = self.stages.bounds[stage : stage + 2]
+        for block in param.blocks:
+            if start <= block < stop:
+                return block
+        return stop - 1
