@@ -218,7 +218,7 @@ def as_json(question: Question, result: SearchResult, explained: int | None = No
     plans = [_plan_as_json(plan) for plan in result.plans]
     if explained is not None:
         plans[explained]["timeline"] = [
-            [{**asdict(span.action), "start": span.start, "end": span.end} for span in own]
+            [{**span.action._asdict(), "start": span.start, "end": span.end} for span in own]
             for own in result.plans[explained].spans
         ]
     return {

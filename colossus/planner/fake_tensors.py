@@ -29,7 +29,7 @@ _UPDATES = tuple(
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
     for overload in getattr(aten, name).overloads()
 )
-#: frequent operators whose meta kernels, not written in Python, say all of a result but its device: the first argument's
+#: frequent operators with meta kernels in C++, which say all of a result but its device, the first argument's
 _INFERRED_BY_META = frozenset(
     getattr(getattr(aten, name), overload)
     for name, overload in (

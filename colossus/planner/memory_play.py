@@ -30,7 +30,7 @@ class MemoryPlay:
 
     def __init__(self, blocks: Sequence[BlockProfile], rank: PlanRank, stored: StoredBytes, *, times: float) -> None:
         self._blocks, self._rank, self._stages, self._stored = blocks, rank, rank.stages, stored
-        self._times = times
+        self._times, self._last_uses = times, rank.stages.last_uses
         self._scope, self._first_trained = rank.config.parallel.tensor.weights, rank.model.first_trained
         self._gathers = {gather.block: gather for gather in rank.gathers}
         self._each: defaultdict[int, list[Reduction]] = defaultdict(list)
@@ -41,12 +41,6 @@ class MemoryPlay:
                 self._each[reduction.block].append(reduction)
             else:
                 self._last[reduction.stage, reduction.block].append(reduction)
-        self._last_uses = rank.stages.last_uses
-        #: the blocks of each stage that run backward, in this order
-        self._backwards = {
-            stage: [number for number in reversed(rank.stages.blocks_of(stage)) if number >= self._first_trained]
-            for stage in rank.stages.stages
-        }
         received = [max(self._received(stage), self._passed(stage)) for stage in rank.stages.stages]
         #: in a pipeline, a value that arrives and one that leaves
         self._messages = 2 * times * max(received) if len(rank.stages.bounds) > 2 else 0.0
@@ -136,8 +130,7 @@ class MemoryPlay:
     def _backward(self, action: Action) -> None:
         """Play a backward, or the dgrad of one whose wgrad comes later."""
         stage, is_split = action.stage, action.kind == "backward_input"
-        numbers = self._backwards[stage]
-        skipped = self._stages.blocks_of(stage)[: -len(numbers) or None]
+        skipped, numbers = self._split(stage)
         self._activations += self._times * self._passed(stage)
         before: int | None = None
         for number in numbers:
@@ -162,7 +155,7 @@ class MemoryPlay:
             self._begun.add(stage)
 
     def _backward_weight(self, action: Action) -> None:
-        numbers = self._backwards[action.stage]
+        _, numbers = self._split(action.stage)
         for number in numbers:
             block = self._blocks[number]
             self._make(number, block.wgrad_levels, action, adds=True)
@@ -293,6 +286,12 @@ class MemoryPlay:
     def _received(self, stage: int) -> int:
         """Return the bytes of a stage's input from the stage before."""
         return self._blocks[self._stages.bounds[stage] - 1].passed if stage else 0
+
+    def _split(self, stage: int) -> tuple[range, range]:
+        """Return the blocks of a stage that run no backward, and those that do, in this order."""
+        own = self._stages.blocks_of(stage)
+        count = max(0, self._first_trained - own.start)
+        return own[:count], own[count:][::-1]
 
     def _passed(self, stage: int) -> int:
         """Return the bytes of a stage's output to the next stage."""
