@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from colossus.config import Config, model_options
@@ -41,51 +42,35 @@ def shallow(config: Config) -> tuple[Config, int]:
 def with_more_layers(facts: ModelFacts, more: int) -> ModelFacts:
     """Return the facts of a model with ``more`` further layers like its last layer, which is the last block but one."""
     at = len(facts.blocks) - 2
-    stem, _, number = facts.blocks[at].rpartition(".")
     unit = facts.units[at]
+    assert unit is not None  # a layer is one module
+    stem, _, number = facts.blocks[at].rpartition(".")
+    first = int(number)
 
-    def place(block: int) -> int:
-        return block if block <= at else block + more
+    def moved(numbers: Sequence[int], last: int, by: int) -> tuple[int, ...]:
+        """Return numbers of blocks or units: the last layer's moves by ``by``, those behind it make room for all."""
+        return tuple(own + (by if own == last else more if own > last else 0) for own in numbers)
 
-    def unit_place(number: int) -> int:
-        return number if unit is None or number <= unit else number + more
+    def copy(param: ParameterFacts, by: int) -> ParameterFacts:
+        name = re.sub(rf"(^|\.){re.escape(stem)}\.{first}\.", rf"\g<1>{stem}.{first + by}.", param.name)
+        return replace(param, name=name, blocks=moved(param.blocks, at, by), units=moved(param.units, unit, by))
 
-    def copy(param: ParameterFacts, times: int) -> ParameterFacts:
-        name = re.sub(rf"(^|\.){re.escape(stem)}\.{number}\.", rf"\g<1>{stem}.{int(number) + times}.", param.name)
-        units = tuple(own if own != unit else own + times for own in param.units)
-        return ParameterFacts(name, param.kind, (at + times,), units, param.spec)
-
-    parameters: list[ParameterFacts] = []
-    layer = [param for param in facts.parameters if param.blocks == (at,)]
-    for param in facts.parameters:
-        blocks, units = tuple(map(place, param.blocks)), tuple(map(unit_place, param.units))
-        parameters.append(replace(param, blocks=blocks, units=units))
-        if layer and param is layer[-1]:
-            parameters += [copy(own, times) for times in range(1, more + 1) for own in layer]
-    names = [f"{stem}.{int(number) + times}" for times in range(1, more + 1)]
+    of_layer = [place for place, param in enumerate(facts.parameters) if param.blocks == (at,)]
+    behind, copies = of_layer[-1] + 1, range(1, more + 1)
+    parameters = [copy(param, 0) for param in facts.parameters]
+    parameters[behind:behind] = [copy(facts.parameters[place], by) for by in copies for place in of_layer]
+    buffers = [(size, moved(blocks, at, 0)) for size, blocks in facts.buffers]
+    buffers += [(size, moved(blocks, at, by)) for size, blocks in facts.buffers if blocks == (at,) for by in copies]
     return replace(
         facts,
         parameters=tuple(parameters),
-        blocks=(*facts.blocks[: at + 1], *names, *facts.blocks[at + 1 :]),
-        units=_with_more_units(facts, at, more),
-        num_units=facts.num_units + (0 if unit is None else more),
-        buffers=_with_more_buffers(facts, at, more),
+        blocks=(*facts.blocks[:at], *(f"{stem}.{first + by}" for by in range(more + 1)), *facts.blocks[at + 1 :]),
+        units=(
+            *facts.units[:at],
+            *range(unit, unit + more + 1),
+            *(None if own is None else own + more for own in facts.units[at + 1 :]),
+        ),
+        num_units=facts.num_units + more,
+        buffers=tuple(buffers),
         routers=(*facts.routers, *facts.routers[-1:] * more),
     )
-
-
-def _with_more_units(facts: ModelFacts, at: int, more: int) -> tuple[int | None, ...]:
-    unit = facts.units[at]
-    behind = [own if own is None or unit is None else own + more for own in facts.units[at + 1 :]]
-    copies = [None if unit is None else unit + times for times in range(1, more + 1)]
-    return (*facts.units[: at + 1], *copies, *behind)
-
-
-def _with_more_buffers(facts: ModelFacts, at: int, more: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    buffers = [
-        (size, tuple(block if block <= at else block + more for block in blocks)) for size, blocks in facts.buffers
-    ]
-    copies = [
-        (size, (at + times,)) for size, blocks in facts.buffers if blocks == (at,) for times in range(1, more + 1)
-    ]
-    return (*buffers, *copies)
