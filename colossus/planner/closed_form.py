@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +22,10 @@ from colossus.hardware.data_sheets import WIDTHS, FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.hardware.named_hardware import default_hosts
-from colossus.layout.layout import Layout
-from colossus.layout.moves import moves
 from colossus.models.options import shardings_of
 from colossus.planner.transformer_sizes import Sizes
 from colossus.tensor_parallel.attention_heads import are_replicated
-from colossus.tensor_parallel.mode import AxisSizes
+from colossus.tensor_parallel.traffic import sized_moves
 
 #: optimizers with two states for each parameter
 _TWO_STATES = ("Adam", "AdamW", "NAdam", "RAdam")
@@ -119,10 +117,6 @@ def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:
     rows = min(tokens, getattr(o, "loss_chunk", None) or tokens)
     logits = rows * _LOGIT * sizes.head / o.hidden_size / tensor.size if stages == 1 else 0.0
     return saved, max(recomputed, logits)
-
-
-#: a move over n ranks multiplies a rank's elements by n to this power
-_GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
 class ClosedForm:
@@ -237,9 +231,12 @@ class ClosedForm:
                 (chosen.y.at(2), target.at(2), rows * outside, 1.0, False),
             ]
             for before, after, elements, times, is_again in routes:
-                moved = _collectives(before, after, elements, shardings.sizes, again=is_again)
-                for axes, operation, inputs in moved:
-                    by_axes[axes] += times * placement.seconds(self._hardware, operation, axes, inputs * width)
+                for move, given, moved in sized_moves(before, after, elements, shardings.sizes):
+                    forward, backward = (move.forward, given), (move.backward, moved)
+                    for kind, inputs in (forward, backward, *[forward] * is_again):
+                        if operation := COLLECTIVES.get(kind):
+                            seconds = placement.seconds(self._hardware, operation, move.axes, inputs * width)
+                            by_axes[move.axes] += times * seconds
         return max(by_axes.values(), default=0.0)
 
 
@@ -252,26 +249,3 @@ def least_seconds(config: Config) -> Callable[[Config], float]:
         return float(f"{form.seconds(plan):.3g}")
 
     return of_plan
-
-
-def _collectives(
-    source: Layout, target: Layout, elements: int, sizes: AxisSizes, *, again: bool
-) -> Iterator[tuple[tuple[str, ...], str, float]]:
-    """Yield the collectives that move a tensor to another layout, and its gradient back.
-
-    Args:
-        source, target: the layouts.
-        elements: elements of the whole tensor.
-        sizes: ranks along each axis.
-        again: whether backward repeats the collectives of forward.
-
-    Yields:
-        Axes, operation, and elements of a rank's input.
-    """
-    local = elements / math.prod(source.num_shards(sizes))
-    for move in moves(source, target):
-        after = local * float(math.prod(sizes[axis] for axis in move.axes)) ** _GROWTH.get(move.forward, 0)
-        for operation, inputs in ((move.forward, local), (move.backward, after), *([(move.forward, local)] * again)):
-            if operation in COLLECTIVES:
-                yield move.axes, COLLECTIVES[operation], inputs
-        local = after

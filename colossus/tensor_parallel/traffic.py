@@ -7,13 +7,13 @@ when the layers run. Elements are the nominal count of `colossus.comm.accounting
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from colossus.comm.accounting import Traffic, move_traffic
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.moves import moves
+from colossus.layout.moves import Move, moves
 from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding
 
 #: move -> exponent e: over n ranks, the move multiplies the elements that a rank has by n ** e
@@ -28,16 +28,22 @@ class RouteTraffic:
     backward: Traffic
 
 
+def sized_moves(source: Layout, target: Layout, elements: int, sizes: AxisSizes) -> Iterator[tuple[Move, float, float]]:
+    """Yield the moves of a tensor with ``elements`` elements in all, each with a rank's elements before and after."""
+    local = elements / math.prod(source.num_shards(sizes))
+    for move in moves(source, target):
+        after = local * float(math.prod(sizes[axis] for axis in move.axes)) ** _GROWTH.get(move.forward, 0)
+        yield move, local, after
+        local = after
+
+
 def route_traffic(source: Layout, target: Layout, elements: int, sizes: AxisSizes) -> RouteTraffic:
     """Return the traffic of the moves from ``source`` to ``target`` of a tensor with ``elements`` elements in all."""
-    local = elements / math.prod(source.num_shards(sizes))
     forward = backward = Traffic()
-    for move in moves(source, target):
-        n = math.prod(sizes[axis] for axis in move.axes)
-        after = local * float(n) ** _GROWTH.get(move.forward, 0)
-        forward += move_traffic(move.forward, n, local)
-        backward += move_traffic(move.backward, n, after)
-        local = after
+    for move, before, after in sized_moves(source, target, elements, sizes):
+        ranks = math.prod(sizes[axis] for axis in move.axes)
+        forward += move_traffic(move.forward, ranks, before)
+        backward += move_traffic(move.backward, ranks, after)
     return RouteTraffic(forward, backward)
 
 
