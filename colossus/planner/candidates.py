@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,41 +70,33 @@ class Candidate:
         return parallel.data, parallel.pipeline.size, parallel.pipeline.split, *schedule_key
 
 
-def plans(
-    config: Config,
-    devices: int,
-    layout: ModelLayout,
-    *,
-    hosts: int = 1,
-    keep: Mapping[str, Any] | None = None,
-) -> list[Candidate]:
+def plans(fixed: FixedKeys, devices: int, layout: ModelLayout, *, hosts: int = 1) -> list[Candidate]:
     """Return every plan of a layout, those with few pipeline ranks first.
 
     Args:
-        config: the user's config; its own plan only counts for the keys in ``keep``.
+        fixed: the config and the keys that every plan has.
         devices: ranks of a plan.
         layout: the layout.
         hosts: hosts that share the devices evenly.
-        keep: keys that every plan has, see `FixedKeys`.
     """
-    fixed = FixedKeys.of(config, keep)
-    base, options, strategy = fixed.config, model_options(fixed.config), strategy_options(fixed.config)
+    stated, base = fixed.stated, fixed.config
+    options, strategy = model_options(base), strategy_options(base)
     checkpointing = layout.activation_checkpoint
     base = base.model_copy(update={"train": base.train.model_copy(update={"activation_checkpoint": checkpointing})})
-    train_changes = _checkpoint_changes(config.train.activation_checkpoint, checkpointing)
+    train_changes = _checkpoint_changes(stated.train.activation_checkpoint, checkpointing)
     candidates = []
     for parallel, schedules, counts in _with_pipelines(fixed, devices, layout, options):
         if options is not None and options.check(parallel):
             continue
         for plan in _with_zero(fixed, parallel, strategy, devices // hosts):
-            parallel_changes = _parallel_changes(config.parallel, plan)
+            parallel_changes = _parallel_changes(stated.parallel, plan)
             for count in counts:
                 own_schedules = [kind.model_copy(update={"microbatches": count}) for kind in schedules]
                 planned = base.model_copy(update={"parallel": plan, "schedule": own_schedules[0]})
                 if plan_problems(planned, plan, None) or (strategy is not None and strategy.check(planned)):
                     continue
                 for schedule in own_schedules:
-                    overrides = (*parallel_changes, *_schedule_changes(config.schedule, schedule), *train_changes)
+                    overrides = (*parallel_changes, *_schedule_changes(stated.schedule, schedule), *train_changes)
                     candidates.append(Candidate(planned.model_copy(update={"schedule": schedule}), overrides))
     return candidates
 
@@ -112,11 +104,7 @@ def plans(
 def representatives(fixed: FixedKeys, devices: int, layout: ModelLayout, *, hosts: int = 1) -> list[Config]:
     """Return a plan of a layout for each pipeline size, with the smallest microbatches, and ZeRO 1 if it is free.
 
-    Args:
-        fixed: the config and the keys that every plan has.
-        devices: ranks of a plan.
-        layout: the layout.
-        hosts: hosts that share the devices evenly.
+    It takes the arguments of `plans`.
     """
     options, strategy = model_options(fixed.config), strategy_options(fixed.config)
     train = fixed.config.train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})

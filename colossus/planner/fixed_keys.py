@@ -24,10 +24,12 @@ class FixedKeys:
     """A config with the fixed values, and the keys that are fixed.
 
     Attributes:
-        config: the config; its other keys of a plan are ignored.
+        stated: the user's config.
+        config: the same with the fixed values; its other keys of a plan are ignored.
         keys: full names of the fixed keys: ``parallel.pipeline.size``.
     """
 
+    stated: Config
     config: Config
     keys: frozenset[str]
 
@@ -53,7 +55,7 @@ class FixedKeys:
             fixed = Config.model_validate(_with_values(config, values, "", keys))
         except ValidationError as error:
             raise ConfigError(f"{path}: {what}" for path, what in explain(error, Config).items()) from None
-        return cls(config.model_copy(update={name: getattr(fixed, name) for name in values}), frozenset(keys))
+        return cls(config, config.model_copy(update={name: getattr(fixed, name) for name in values}), frozenset(keys))
 
     def allows(self, path: str, section: BaseModel) -> bool:
         """Return whether a section has the fixed values.

@@ -16,12 +16,12 @@ expert parallelism only if the config has them already.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from colossus.arithmetic import divisors, expert_factor
-from colossus.config import Config, model_options
+from colossus.config import model_options
 from colossus.config.schema import Parallel, SequenceSection, TensorSection
 from colossus.config.training import ActivationCheckpoint
 from colossus.planner.fixed_keys import FixedKeys
@@ -55,21 +55,17 @@ class ModelLayout:
         return self.tensor.size * self.sequence.size
 
 
-def layouts(
-    config: Config, devices: int, *, hosts: int = 1, keep: Mapping[str, Any] | None = None
-) -> list[ModelLayout]:
+def layouts(fixed: FixedKeys, devices: int, *, hosts: int = 1) -> list[ModelLayout]:
     """Return every layout of the space, the likely ones first: on one host, of few ranks, with little recomputation.
 
     Args:
-        config: the user's config.
+        fixed: the config and the keys that every plan has; keys that are no part of a plan never change.
         devices: ranks of a plan.
         hosts: hosts over which the devices are spread evenly.
-        keep: keys that every plan has, see `FixedKeys`; keys that are no part of a plan never change.
 
     Raises:
-        ConfigError: the options of the model or ``keep`` are wrong.
+        ConfigError: the options of the model are wrong.
     """
-    fixed = FixedKeys.of(config, keep)
     options = model_options(fixed.config)
     every = [
         ModelLayout(tensor, sequence, expert, checkpointing)

@@ -86,7 +86,7 @@ class _Search:
     def __init__(self, config: Config, hardware: Hardware, devices: int, hosts: int, memory: float, top: int,
                  keep: Mapping[str, Any] | None) -> None:  # fmt: skip
         self._config, self._devices, self._hosts = config, devices, hosts
-        self._memory, self._top, self._keep = memory, top, keep
+        self._memory, self._top = memory, top
         self._fixed = FixedKeys.of(config, keep)
         self._estimator = Estimator(hardware, hosts=hosts)
         self._form = ClosedForm(config, hardware, hosts=hosts)
@@ -111,7 +111,7 @@ class _Search:
     def _run(self, usual: bool) -> SearchResult:
         began, stopped = time.monotonic(), False
         try:
-            self._every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
+            self._every = layouts(self._fixed, self._devices, hosts=self._hosts)
             for kind in usual_plans(self._devices // self._hosts):
                 self._score_usual(kind, exact=usual)
             self._score_layouts()
@@ -233,7 +233,7 @@ class _Search:
 
     def _node(self, layout: ModelLayout) -> LayoutScores:
         if layout not in self._nodes:
-            every = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+            every = plans(self._fixed, self._devices, layout, hosts=self._hosts)
             self._nodes[layout] = LayoutScores(layout, every, self._estimator, self._form, self._memory)
         return self._nodes[layout]
 

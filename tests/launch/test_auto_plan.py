@@ -16,6 +16,7 @@ from colossus.cli.main import main
 from colossus.config import Config, ConfigError, load_config, state_config
 from colossus.launch.auto_plan import resolve_planned
 from colossus.planner.candidates import plans
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.model_layouts import layouts
 from colossus.planner.plan_estimate import PlanEstimate, PlanMemory, RankMemory, SearchResult, StoredBytes
 
@@ -36,11 +37,11 @@ class FakeSearch:
 
     def __call__(self, config: Config, hardware: Any, **arguments: Any) -> SearchResult:
         self.asked = dict(hardware=hardware.name, **arguments)
-        options = {key: arguments[key] for key in ("hosts", "keep")}
+        fixed, devices, hosts = FixedKeys.of(config, arguments["keep"]), arguments["devices"], arguments["hosts"]
         every = [
             plan
-            for layout in layouts(config, arguments["devices"], **options)
-            for plan in plans(config, arguments["devices"], layout, **options)
+            for layout in layouts(fixed, devices, hosts=hosts)
+            for plan in plans(fixed, devices, layout, hosts=hosts)
         ]
         fitting = [plan for plan in every if plan.config.parallel.pipeline.size == arguments["keep"].get("pipeline", 1)]
         best = max(fitting, key=lambda p: (p.config.parallel.zero.stage, -p.config.schedule.microbatches))

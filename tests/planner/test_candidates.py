@@ -26,9 +26,10 @@ VIT = dict(type="ViT", num_layers=2, hidden_size=48, num_heads=3, image_size=8, 
 Key = tuple[Any, ...]
 
 
-def every(config: Config, devices: int, **options: Any) -> list[Candidate]:
+def every(config: Config, devices: int, keep: dict[str, Any] | None = None, hosts: int = 1) -> list[Candidate]:
+    fixed = FixedKeys.of(config, keep)
     return [
-        plan for layout in layouts(config, devices, **options) for plan in plans(config, devices, layout, **options)
+        plan for layout in layouts(fixed, devices, hosts=hosts) for plan in plans(fixed, devices, layout, hosts=hosts)
     ]
 
 
@@ -187,8 +188,8 @@ def test_what_is_kept_stays() -> None:
 @pytest.mark.parametrize("keep", [{}, dict(zero=3, schedule=dict(type="zb-h1")), dict(pipeline=2)])
 def test_layouts_are_ordered_by_plans_that_are_among_theirs(keep: dict[str, Any]) -> None:
     fixed = FixedKeys.of(load_config(dict(model=GPT, train=dict(global_batch_size=8))), keep)
-    for layout in layouts(fixed.config, 8, hosts=2, keep=keep)[::7]:
-        own = {key_of(plan.config) for plan in plans(fixed.config, 8, layout, hosts=2, keep=keep)}
+    for layout in layouts(fixed, 8, hosts=2)[::7]:
+        own = {key_of(plan.config) for plan in plans(fixed, 8, layout, hosts=2)}
         few = [key_of(plan) for plan in representatives(fixed, 8, layout, hosts=2)]
         assert set(few) <= own
         assert bool(few) == bool(own)

@@ -15,6 +15,7 @@ from colossus.hardware.typical_cpu import TypicalCPU
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.closed_form import ClosedForm
 from colossus.planner.estimate import Estimator
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.model_layouts import layouts
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import play
@@ -32,7 +33,8 @@ def config_of(model: str, **sections: Any) -> Config:
 
 
 def every(config: Config, devices: int) -> list[Candidate]:
-    return [plan for layout in layouts(config, devices) for plan in plans(config, devices, layout)]
+    fixed = FixedKeys.of(config)
+    return [plan for layout in layouts(fixed, devices) for plan in plans(fixed, devices, layout)]
 
 
 @pytest.mark.parametrize(

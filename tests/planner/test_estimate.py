@@ -17,6 +17,7 @@ from colossus.monitor.mfu import flops_per_token
 from colossus.planner import estimate as estimates
 from colossus.planner.candidates import plans
 from colossus.planner.estimate import Estimator
+from colossus.planner.fixed_keys import FixedKeys
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.model_layouts import SCOPES, layouts
 from colossus.planner.plan_estimate import PlanEstimate
@@ -149,9 +150,9 @@ def test_the_search_has_the_best_of_all_layouts_of_a_large_model() -> None:
 def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
     """It looks at some layouts only. With all memory, with little, and with that of the smallest plan alone."""
     config = _config(train=dict(global_batch_size=8))
-    estimator = Estimator(hardware)
+    estimator, fixed = Estimator(hardware), FixedKeys.of(config)
     every = [
-        estimator.estimate(candidate.config) for layout in layouts(config, 4) for candidate in plans(config, 4, layout)
+        estimator.estimate(candidate.config) for layout in layouts(fixed, 4) for candidate in plans(fixed, 4, layout)
     ]
     needs = sorted(plan.memory.fullest.total for plan in every)
     smallest = needs[0]
