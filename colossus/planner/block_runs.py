@@ -1,9 +1,8 @@
-"""Runs of equal blocks in a stage: the cost of a long run follows from its first few blocks."""
+"""Runs of equal blocks in a model: the cost of a long run follows from its first few blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,37 +11,23 @@ from torch import nn
 
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layout.parameter import spec_of
 
 #: blocks of a run that are executed: the first may allocate what all of them share
 _RUN = 2
 _PLAIN = (int, float, bool, str, tuple, type(None), torch.dtype)
 
 
-@dataclass(frozen=True)
-class BlockRun:
-    """Equal blocks that follow each other.
-
-    Attributes:
-        kind: key of the run; runs with equal keys have equal blocks, and as many in ``shown``.
-        shown: the blocks that are executed.
-        left_out: the other blocks.
-    """
-
-    kind: Hashable
-    shown: Sequence[Callable[[Any], Any]]
-    left_out: Sequence[NamedBlock]
+#: equal blocks that follow each other: those that are executed, and the others
+BlockRun = tuple[list[NamedBlock], list[NamedBlock]]
 
 
 def runs_of(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[BlockRun]:
-    """Group the blocks of a stage into runs, in order."""
+    """Group the blocks of a model into runs, in order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
-    runs = []
-    for kind, group in groupby(blocks, lambda block: _kind_of(block, modules, params)):
-        members = list(group)
-        shown = [block.call for block in members[:_RUN]]
-        runs.append(BlockRun((kind, len(shown)), shown, members[_RUN:]))
-    return runs
+    runs = [list(group) for _, group in groupby(blocks, lambda block: _kind_of(block, modules, params))]
+    return [(run[:_RUN], run[_RUN:]) for run in runs]
 
 
 def _kind_of(block: NamedBlock, modules: dict[str, nn.Module], params: dict[str, nn.Parameter]) -> Hashable:
@@ -59,3 +44,23 @@ def _options_of(module: nn.Module) -> Hashable:
     plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and key != "full_name"}
     options: list[tuple[str, Any]] = sorted((key, repr(value)) for key, value in plain.items())
     return type(module), tuple(options), module.extra_repr(), is_checkpointed(module)
+
+
+def unused(runs: Sequence[BlockRun]) -> set[str]:
+    """Return the names of parameters and buffers that only blocks that do not run use."""
+    used, unused = (
+        {name for run in runs for block in run[place] for name in (*block.parameters, *block.buffers)}
+        for place in range(2)
+    )
+    return unused - used
+
+
+def share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun]) -> None:
+    """Copy the gradient axes, which layers record in their first forward, to equal blocks that do not run."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for shown, left_out in runs:
+        for block in left_out:
+            for name, other in zip(block.parameters, shown[-1].parameters, strict=True):
+                axes = spec_of(params[other]).gradient_axes
+                if axes is not None:
+                    spec_of(params[name]).record(axes)

@@ -6,7 +6,7 @@ numbers of replicas and pipeline stages do not change its profile, so that plans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,8 +31,7 @@ from colossus.error_place import add_place
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
-from colossus.layout.parameter import spec_of
-from colossus.planner.block_runs import BlockRun, runs_of
+from colossus.planner.block_runs import runs_of, share_gradient_axes, unused
 from colossus.planner.fake_engine import balanced_experts, fake_channels
 from colossus.planner.fake_rank import errors_of_model, fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
@@ -162,51 +161,31 @@ def _profile(
     sample = sample_of(config) if other is None else other.sample
     batch = repeated(sample, config.train.global_batch_size // (config.parallel.data or 1))
     chained = is_chain(model) and not has_hooks(model)
-    blocks = pipeline_blocks(model) if chained else []
-    runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], ())]
-    unused = _unused(runs, blocks)
+    whole = NamedBlock("", model, (), tuple(dict(model.named_parameters())), tuple(dict(model.named_buffers())))
+    blocks = pipeline_blocks(model) if chained else [whole]
+    runs = runs_of(model, blocks)
+    names = unused(runs)
     with (
         counted_fake_tensors() as fake,
         balanced_experts(on_cpu=on_cpu),
         fake_channels(fake) if on_cpu else nullcontext(),
     ):
-        give_sizes(model, context.precision, lambda name: name not in unused)
+        give_sizes(model, context.precision, lambda name: name not in names)
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward, on_cpu)
         with gathered_parameters(model, context.precision) if is_sharded else nullcontext():
-            profiles = run.of(runs)
-        _share_gradient_axes(model, runs, blocks)
-        facts = facts_of(model, context, blocks if chained else None, groups[0])
+            profiles = iter(run.of([block.call for shown, _ in runs for block in shown]))
+        share_gradient_axes(model, runs)
+        facts = facts_of(model, context, blocks, groups[0], is_chain=chained)
     all_blocks: list[BlockProfile] = []
-    for block_run, run_profiles in zip(runs, profiles, strict=True):
-        all_blocks += [*run_profiles, *[run_profiles[-1]] * len(block_run.left_out)]
+    for shown, left_out in runs:
+        all_blocks += [next(profiles) for _ in shown]
+        all_blocks += all_blocks[-1:] * len(left_out)
     if more:
         facts = with_more_layers(facts, more)
         all_blocks[-1:-1] = [all_blocks[-2]] * more
     optimizer = OptimizerMemory(config, groups[0]) if other is None else other.optimizer
     are_pairs = getattr(model_options(config), "counted", "tokens") == "pairs"
     return LayoutProfile(all_blocks, facts, optimizer, 1 if are_pairs else counted_of(sample), sample)
-
-
-def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
-    """Return the names of parameters and buffers that only blocks that do not run use."""
-    left_out = [block for run in runs for block in run.left_out]
-    running = [block for block in blocks if not any(block is other for other in left_out)]
-    unused, used = (
-        {name for block in group for name in (*block.parameters, *block.buffers)} for group in (left_out, running)
-    )
-    return unused - used
-
-
-def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> None:
-    """Copy the gradient axes, which layers record in their first forward, to equal blocks that do not run."""
-    params, stop = dict(model.named_parameters(remove_duplicate=False)), 0
-    for run in runs if blocks else ():
-        like, stop = blocks[stop + len(run.shown) - 1], stop + len(run.shown) + len(run.left_out)
-        for block in run.left_out:
-            for name, other in zip(block.parameters, like.parameters, strict=True):
-                axes = spec_of(params[other]).gradient_axes
-                if axes is not None:
-                    spec_of(params[name]).record(axes)
 
 
 class _MicrobatchRun:
@@ -234,8 +213,8 @@ class _MicrobatchRun:
         model.train()
         context.rng.move_to(0, 0)
 
-    def of(self, runs: Sequence[BlockRun]) -> list[list[BlockProfile]]:
-        """Run the microbatch, and return the profiles of the executed blocks of each run."""
+    def of(self, calls: Sequence[Callable[[Any], Any]]) -> list[BlockProfile]:
+        """Run the microbatch through these blocks, and return their profiles."""
         fake = self._fake
         self._blocks: list[BlockProfile] = []
         #: bytes that are alive at the end of each block's forward, and the deferred wgrads by then of its backward
@@ -253,7 +232,7 @@ class _MicrobatchRun:
             self._weights.in_a_step(),
             mode,
         ):
-            loss = self._forward(runs)
+            loss = self._forward(calls)
             self._levels.begin(self._live[-1])
             tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
             with tasks as self._tasks, self._levels.of(self._model, deferral):
@@ -262,11 +241,10 @@ class _MicrobatchRun:
             if self._split:
                 self._run_wgrads()
             self._tasks = []  # they refer to the graph, and its hooks to this object
-        profiles = iter(self._blocks)
-        return [[next(profiles) for _ in run.shown] for run in runs]
+        return self._blocks
 
-    def _forward(self, runs: Sequence[BlockRun]) -> Tensor:
-        fake, calls = self._fake, [call for run in runs for call in run.shown]
+    def _forward(self, calls: Sequence[Callable[[Any], Any]]) -> Tensor:
+        fake = self._fake
         own = self._inputs.local(self._batch.microbatches[0])
         with self._context.precision.autocast(self._context.device):
             value = self._inputs.mark_tokens(model_input(own), self._batch.microbatches[0])

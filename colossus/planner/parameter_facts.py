@@ -147,23 +147,25 @@ class ModelFacts:
 def facts_of(
     model: nn.Module,
     context: ParallelContext,
-    chain: Sequence[NamedBlock] | None,
+    blocks: Sequence[NamedBlock],
     groups: ParameterGroups | None = None,
+    *,
+    is_chain: bool,
 ) -> ModelFacts:
     """Return the facts of a model after a forward, in which layers record the axes of gradients.
 
     Args:
         model: the model, with meta or fake tensors of the run's dtypes (`colossus.planner.fake_rank.give_sizes`).
         context: context of the rank.
-        chain: blocks of the model; None if it is no chain.
+        blocks: blocks of the model; one if it is no chain.
         groups: groups of the optimizer, if the config has rules for them.
+        is_chain: whether the model is a chain of blocks.
     """
-    modules = modules_of_blocks(model, chain)
+    modules = modules_of_blocks(model, blocks if is_chain else None)
     number_of, units_of = {id(module): number for number, module in enumerate(modules)}, blocks_of_modules(modules)
     placed = {id(entry.param): entry for entry in placed_parameters(model)}
     tables = holders_of(model, context, ()).tables
-    users = _users([] if chain is None else [block.parameters for block in chain])
-    buffer_users = _users([] if chain is None else [block.buffers for block in chain])
+    users, buffer_users = _users(block.parameters for block in blocks), _users(block.buffers for block in blocks)
     kinds: dict[ParameterKind, ParameterKind] = {}
     parameters = []
     for name, param in model.named_parameters():
@@ -177,23 +179,23 @@ def facts_of(
             id(param) in tables,
             0 if groups is None else groups.group_of.get(name, 0),
         )
-        blocks, units = (0,) if chain is None else users.get(name, ()), tuple(sorted(users_of(entry, units_of)))
-        parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), blocks, units, spec))
+        units = tuple(sorted(users_of(entry, units_of)))
+        parameters.append(ParameterFacts(name, kinds.setdefault(kind, kind), users.get(name, ()), units, spec))
     by_name = dict(model.named_modules())
-    firsts = [by_name.get(block.modules[0] if block.modules else "") for block in chain or ()]
+    firsts = [by_name.get(block.modules[0] if block.modules else "") for block in blocks]
     return ModelFacts(
         tuple(parameters),
-        ("",) if chain is None else tuple(block.name for block in chain),
-        (None,) if chain is None else tuple(number_of.get(id(module)) for module in firsts),
+        tuple(block.name for block in blocks),
+        tuple(number_of.get(id(module)) for module in firsts),
         len(modules),
-        chain is not None,
+        is_chain,
         tuple((buffer.nbytes, buffer_users.get(name, ())) for name, buffer in model.named_buffers()),
         tuple(routers_of(model).values()),
         context.precision,
     )
 
 
-def _users(names: Sequence[Iterable[str]]) -> dict[str, tuple[int, ...]]:
+def _users(names: Iterable[Iterable[str]]) -> dict[str, tuple[int, ...]]:
     """Return the blocks that own a parameter or buffer, ascending, by its name.
 
     Args:
