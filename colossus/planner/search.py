@@ -128,6 +128,8 @@ class _Search:
         least = None
         if not estimates and nearest is not None and not stopped:
             least = self._estimator.estimate(nearest[1].config, nearest[1].overrides)
+            if least.memory.fullest.total <= self._memory:  # its score needed more
+                estimates, least = [least], None
         named = {}
         if usual and not stopped:
             named = {name: estimate for name, own in self._usual.items() if (estimate := self._estimate(own))}

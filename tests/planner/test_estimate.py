@@ -146,21 +146,30 @@ def test_the_search_has_the_best_of_all_layouts_of_a_large_model() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
-def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
-    """It looks at some layouts only. With all memory, with little, and with that of the smallest plan alone."""
-    config = _config(train=dict(global_batch_size=8))
+@pytest.mark.parametrize(
+    ("hardware", "model", "most"),
+    [
+        (CPU, MODEL, 1.4),
+        (H100, {**MODEL, "hidden_size": 2048, "num_heads": 16, "vocab_size": 32768, "seq_len": 1024}, 1.1),
+    ],
+    ids=["cpu", "h100"],
+)
+def test_the_search_finds_what_trying_all_finds(hardware: Hardware, model: dict[str, Any], most: float) -> None:
+    """It looks at some layouts only. With all memory, with little, and with hardly more than the smallest plan needs.
+
+    The formulas that put layouts in order do not count starts of operators, of which small models consist.
+    """
+    config = _config(model, train=dict(global_batch_size=8))
     estimator, fixed = Estimator(hardware), FixedKeys.of(config)
     every = [
         estimator.estimate(candidate.config) for layout in layouts(fixed, 4) for candidate in plans(fixed, 4, layout)
     ]
     needs = sorted(plan.memory.fullest.total for plan in every)
-    smallest = needs[0]
+    smallest = 1.02 * needs[0]
     for memory in (hardware.memory_bytes, *(needs[len(needs) // part] for part in (2, 4, 8, 16, 64)), smallest):
         best = min(plan.seconds for plan in every if plan.memory.fullest.total <= memory)
         result = search(config, hardware, devices=4, memory=memory)
-        few = smallest < memory < hardware.memory_bytes
-        assert result.plans[0].seconds <= (1.4 if few else 1.1) * best, memory / smallest
+        assert result.plans[0].seconds <= (1.1 if memory == hardware.memory_bytes else most) * best, memory / smallest
         assert all(plan.memory.fullest.total <= memory for plan in result.plans)
     again = search(config, hardware, devices=4, memory=smallest, top=1)
     assert again.plans[0].overrides == result.plans[0].overrides
