@@ -21,7 +21,7 @@ from colossus.context.grid import build_grid
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.host_placement import Placement
 from colossus.planner.device_play import DevicePlayer
-from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import fake_steps
 
 LLAMA_8B = dict(
     type="Llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
@@ -112,7 +112,7 @@ def play(case: Case, layers: int) -> Row:
     """Play the step of a model with this number of layers."""
     config = load_config(case.config(layers))
     grid = build_grid(config.parallel)
-    steps = fake_steps(config, ranks_of_pipeline(config))
+    steps = fake_steps(config)
     player = DevicePlayer(FromDataSheet("h100"), Placement(grid, max(1, grid.world_size // PER_HOST)))
     played = player.play({step.rank: step.events for step in steps}).values()
     busiest = max(played, key=lambda step: step.busy)

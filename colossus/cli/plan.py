@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if checked is not None:
         plan = result.plans[checked]
         report = importlib.import_module("colossus.planner.plan_check").check(
-            plan.config, plan, hardware=question.hardware, hosts=question.hosts
+            plan, hardware=question.hardware, hosts=question.hosts
         )
         numbers["plans"][checked]["check"] = report.as_json()
         code = code or (0 if report.is_equal else DIFFERS)

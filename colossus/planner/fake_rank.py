@@ -72,10 +72,10 @@ def errors_of_model(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
-    """Yield the context of a rank of the config's plan, in a `fake_world`."""
-    with fake_world(build_grid(config.parallel).world_size, rank):
-        context = ParallelContext.from_config(config, rank=rank)
+def fake_rank(config: Config) -> Iterator[ParallelContext]:
+    """Yield the context of the first rank of the config's plan, in a `fake_world`."""
+    with fake_world(build_grid(config.parallel).world_size, rank=0):
+        context = ParallelContext.from_config(config, rank=0)
         try:
             with context:
                 yield context

@@ -86,19 +86,13 @@ class RankStep:
     seconds: float
 
 
-def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = None) -> list[int]:
-    """Return the first rank of the world at each of these indices along the pipeline (None: at all of them)."""
-    grid = build_grid(config.parallel)
-    first = {grid.index(rank, "pipeline"): rank for rank in reversed(range(grid.world_size))}
-    return [first[at] for at in (range(len(first)) if pipeline_ranks is None else pipeline_ranks)]
-
-
-def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bool = False) -> list[RankStep]:
+def fake_steps(config: Config, pipeline_ranks: Sequence[int] | None = None, *, on_cpu: bool = False) -> list[RankStep]:
     """Run the second step of some ranks of a plan, one rank after the other.
 
     Args:
         config: the resolved config, for a world of any size.
-        ranks: ranks in the world; by default one for each pipeline rank, as the others do the same.
+        pipeline_ranks: indices along the pipeline, by default all; the first rank of the world at each runs the step,
+            as the others there do the same.
         on_cpu: whether ranks compute on CPU, where a flat tensor has to fit a slot of shared memory.
 
     Raises:
@@ -115,7 +109,10 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None, *, on_cpu: bo
     with errors_of_model(config):
         batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
         outputs = _stage_outputs(config) if config.parallel.pipeline.size > 1 else {}
-        return [_run_rank(config, rank, batch, outputs, on_cpu) for rank in ranks or ranks_of_pipeline(config)]
+        grid = build_grid(config.parallel)
+        first = {grid.index(rank, "pipeline"): rank for rank in reversed(range(grid.world_size))}
+        places = range(len(first)) if pipeline_ranks is None else pipeline_ranks
+        return [_run_rank(config, first[place], batch, outputs, on_cpu) for place in places]
 
 
 def _stage_outputs(config: Config) -> dict[int, ValueSpec]:

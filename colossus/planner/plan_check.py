@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from colossus.arithmetic import aligned, byte_count, named_ranks
-from colossus.config import Config
 from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.device_play import Call, DevicePlayer
-from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import RankStep, fake_steps
 from colossus.planner.plan_estimate import PlanEstimate, PlanMemory, RankMemory
 
 
@@ -146,48 +145,40 @@ def _rows(rows: Iterable[Compared]) -> list[dict[str, Any]]:
 _SITES = 5
 
 
-def check(
-    config: Config,
-    estimate: PlanEstimate,
-    ranks: Sequence[int] | None = None,
-    *,
-    hardware: Hardware | None = None,
-    hosts: int = 1,
-) -> CheckReport:
+def check(estimate: PlanEstimate, *, hardware: Hardware | None = None, hosts: int = 1) -> CheckReport:
     """Compare a step of some ranks of a plan with the prediction: bytes that they send and hold, seconds.
 
+    The ranks are one for each of these pipeline ranks: the first, the last, the fullest, and of those between the one
+    that stores most. The others do no more.
+
     Args:
-        config: the resolved config of the plan.
-        estimate: the prediction for it.
-        ranks: ranks in the world; by default one for each of these pipeline ranks: the first, the last, the fullest,
-            and of those between the one that stores most. The others do no more.
+        estimate: the prediction.
         hardware: the devices of the prediction; seconds are played on devices that compute and communicate at once.
         hosts: number of their hosts.
 
     Raises:
         ConfigError: see `fake_steps`.
     """
-    if ranks is None:
-        ranks = ranks_of_pipeline(config, _pipeline_ranks(estimate.memory))
     has_streams = hardware is not None and hardware.overlaps
-    steps = fake_steps(config, ranks, on_cpu=hardware is not None and not has_streams)
+    config, places = estimate.config, _pipeline_ranks(estimate.memory)
+    steps = fake_steps(config, places, on_cpu=hardware is not None and not has_streams)
     counted = _bytes_by_axes(steps)
     predicted = {axes: cost.bytes for axes, cost in estimate.axes.items() if cost.bytes}
     rows = [Compared(axes, predicted.get(axes, 0.0), counted.get(axes, 0.0)) for axes in {**predicted, **counted}]
     checked = [CheckedRank.of(step, estimate.memory.ranks[step.pipeline_rank]) for step in steps]
-    seconds = _seconds(config, estimate, steps, hardware, hosts) if hardware is not None and has_streams else ()
+    seconds = _seconds(estimate, steps, hardware, hosts) if hardware is not None and has_streams else ()
     return CheckReport(world_size(config.parallel), rows, checked, seconds)
 
 
 def _seconds(
-    config: Config, estimate: PlanEstimate, steps: Sequence[RankStep], hardware: Hardware, hosts: int
+    estimate: PlanEstimate, steps: Sequence[RankStep], hardware: Hardware, hosts: int
 ) -> list[tuple[str, float | None, float]]:
     """Return rows of `CheckReport.seconds`, of the played rank that waits most.
 
     The axis of messages is left out, since a rank waits for them in the bubble. So is the step if not all pipeline
     ranks are played.
     """
-    player = DevicePlayer(hardware, Placement(build_grid(config.parallel), hosts))
+    player = DevicePlayer(hardware, Placement(build_grid(estimate.config.parallel), hosts))
     played = player.play({step.rank: step.events for step in steps}).values()
     rows: list[tuple[str, float | None, float]] = []
     if len(steps) == len(estimate.memory.ranks):
@@ -208,7 +199,7 @@ def _seconds(
 
 
 def _pipeline_ranks(memory: PlanMemory) -> list[int]:
-    """Return the pipeline ranks that are checked by default."""
+    """Return the pipeline ranks that are checked."""
     between = memory.ranks[1:-1]
     ranks = {0, len(memory.ranks) - 1, memory.fullest.rank}
     if between:

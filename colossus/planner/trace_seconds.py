@@ -65,7 +65,7 @@ class TracePlayer:
 
     def collective(self, operation: str, axes: str, input_bytes: float) -> AxisCost:
         """Return the cost of one collective, all of it exposed."""
-        names = axes_of(axes)
+        names = tuple(axes.split("x"))
         seconds = self.placement.seconds(self.hardware, operation, names, input_bytes)
         return AxisCost(bytes_sent(operation, self.placement.of(names).ranks, input_bytes), seconds, seconds)
 
@@ -139,11 +139,6 @@ def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -
     """
     moved = 2.0 * (stored.optimizer + 3.0 * stored.gradients)
     return hardware.memory_seconds(moved) + hardware.eager_seconds(0.0, round(_UPDATE_OPERATORS * parameters))
-
-
-def axes_of(name: str) -> tuple[str, ...]:
-    """Return the axes of a group from the name under which its bytes are counted."""
-    return tuple(name.split("x"))
 
 
 def total(costs: Sequence[Mapping[str, AxisCost]]) -> dict[str, AxisCost]:

@@ -112,7 +112,7 @@ def searched(config: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         result: SearchResult = asked["result"]
         return result
 
-    def check(config: Any, estimate: PlanEstimate, *, hardware: Any, hosts: int) -> Any:
+    def check(estimate: PlanEstimate, *, hardware: Any, hosts: int) -> Any:
         asked["checked"] = estimate.overrides
         return SimpleNamespace(render=lambda: "all of it", as_json=lambda: {"ranks": 3}, is_equal=asked["is_equal"])
 

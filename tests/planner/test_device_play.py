@@ -26,7 +26,7 @@ from colossus.planner.device_play import (
     Read,
     note_read,
 )
-from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import fake_steps
 from colossus.planner.trace import Awaited, Operator
 from colossus.tensor_parallel import matmul
 
@@ -116,7 +116,7 @@ DEFAULT = ("1d, tokens split",)
 def exposed_percent(run: dict[str, Any]) -> float:
     config = load_config(run)
     grid = build_grid(config.parallel)
-    steps = fake_steps(config, ranks_of_pipeline(config))
+    steps = fake_steps(config)
     player = DevicePlayer(FromDataSheet("h100"), Placement(grid, max(1, grid.world_size // 8)))
     played = player.play({step.rank: step.events for step in steps})
     return 100 * max(sum(step.exposed.values()) / step.seconds for step in played.values())

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from colossus.config import ConfigError, load_config
-from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import RankStep, fake_steps
 from colossus.planner.memory import predict_memory
 from colossus.planner.plan_estimate import RankMemory
 
@@ -96,7 +96,7 @@ def test_steps_of_eight_ranks_without_values() -> None:
 def _of_thousands(layers: int, place: int, **plan: Any) -> RankStep:
     run = run_of(LLAMA_70B, layers=layers, microbatches=2, data=64, pipeline=8, tensor=TOKENS_SPLIT, **plan)
     config = load_config(run)
-    (step,) = fake_steps(config, ranks_of_pipeline(config, [place]))
+    (step,) = fake_steps(config, [place])
     assert step.rank == place * 512
     sent, tokens = step.moved["send", "pipeline"], 8192 // 8
     assert (sent.calls, sent.bytes) == (4, 4 * tokens * 8192 * 2)  # activations and gradients of two microbatches

@@ -11,7 +11,7 @@ from helpers.real_sizes import LLAMA_8B, REAL_SIZES, SOME, run_of
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.planner.closed_form import ClosedForm
-from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import fake_steps
 from colossus.planner.memory import predict_memory
 
 #: predicted over counted
@@ -31,7 +31,7 @@ def _check(settings: dict[str, Any]) -> int:
     predicted = predict_memory(config)
     assert 0 < ClosedForm(config, FromDataSheet("h100")).memory(config) <= predicted.fullest.total
     places = sorted({0, predicted.fullest.rank, len(predicted.ranks) - 1})
-    steps = fake_steps(config, ranks_of_pipeline(config, places))
+    steps = fake_steps(config, places)
     for step in steps:
         rank = predicted.ranks[step.pipeline_rank]
         stored = rank.stored

@@ -31,7 +31,7 @@ def _estimate(name: str) -> PlanEstimate:
 
 def _checked(name: str) -> CheckReport:
     estimate = _estimate(name)
-    return check(estimate.config, estimate)
+    return check(estimate)
 
 
 def test_a_plan_is_as_predicted() -> None:
@@ -49,7 +49,7 @@ def test_a_reference_beside_the_model_and_both_texts_of_a_pair_are_counted() -> 
     config = load_config(str(ROOT / "configs" / "dpo_stdlib.py"), plan, nproc=2)
     estimate = Estimator(FromDataSheet("h100")).estimate(config)
     assert estimate.tokens == 16  # pairs
-    report = check(config, estimate)
+    report = check(estimate)
     assert report.is_equal, report.render()
     assert 0.95 < report.ranks[0].ratio < 1.05
 
@@ -59,7 +59,7 @@ def test_the_engines_own_operators_take_as_long_as_predicted() -> None:
     hardware = FromDataSheet("h100")
     hardware.occupied = 0.0  # a play knows no contention
     config = load_config(run_of(LLAMA_8B, layers=2, recompute="full", data=8, zero=3))
-    report = check(config, Estimator(hardware).estimate(config), [0], hardware=hardware)
+    report = check(Estimator(hardware).estimate(config), hardware=hardware)
     what, predicted, played = report.seconds[0]
     assert what == "step"
     assert predicted == pytest.approx(played, rel=0.01)
@@ -76,10 +76,10 @@ def test_what_differs_is_told() -> None:
         axes={"data": AxisCost(cost.bytes - 1024.0), "tensor": AxisCost(8.0)},
         memory=replace(estimate.memory, ranks=(replace(full, stored=stored),)),
     )
-    report = check(wrong.config, wrong, ranks=[1])
+    report = check(wrong)
     assert not report.is_equal
     text = report.render()
-    assert "a step of rank 1 of 2 " in text
+    assert "a step of rank 0 of 2 " in text
     lines = {
         line.split()[1] if line.lstrip().startswith("0 ") else line.split()[0]: line
         for line in text.splitlines()
@@ -103,7 +103,7 @@ def test_blocks_that_are_not_profiled_count() -> None:
     plan = dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True))
     case = (plan, dict(model=dict(num_layers=7, tie_embeddings=False, type="Llama"), **MB2))
     estimate = Estimator(FromDataSheet("h100")).estimate(load_config(config_of_case(case), nproc=4))
-    report = check(estimate.config, estimate)
+    report = check(estimate)
     assert report.is_equal, report.render()
 
 
@@ -129,5 +129,5 @@ def test_collectives_of_weights_and_gradients_are_as_predicted(world: int, name:
     """A CPU's flat tensors fit a slot of shared memory."""
     config = load_config(config_of_case(TRAFFIC[world][name]), nproc=world)
     estimate = Estimator(hardware).estimate(config)
-    report = check(config, estimate, hardware=hardware)
+    report = check(estimate, hardware=hardware)
     assert report.is_equal, report.render()
