@@ -2,7 +2,7 @@
 
 Seconds are the products of transformer blocks at the best rate of the device, the collectives of tensor and sequence
 parallelism without overlap, and the wait at the ends of a pipeline. Bytes are those that certainly count (see
-`least_memory`). Both are 0 for a model whose sizes its options do not tell.
+`ClosedForm.memory`). Both are 0 for a model whose sizes its options do not tell.
 """
 
 from __future__ import annotations
@@ -33,19 +33,6 @@ _TWO_STATES = ("Adam", "AdamW", "NAdam", "RAdam")
 _ONE_BY_ONE = ("1f1b", "interleaved", "zb-h1", "zb-v", "gpipe")
 #: bytes of a logit and of its gradient
 _LOGIT = 8
-
-
-def least_memory(sizes: Sizes, config: Config) -> float:
-    """Return a lower bound of the bytes of the fullest rank of a resolved config.
-
-    It counts weights, gradients and Adam's state on a mean pipeline rank, what blocks save of the microbatches in
-    flight, and the larger of what one recomputed block and the logits need.
-    """
-    stored, gradients = _stored(sizes, config)
-    saved, passing = _activations(sizes, config)
-    if config.schedule.microbatches == 1:
-        return stored + max(saved + passing, gradients)
-    return stored + saved + max(passing, gradients)
 
 
 def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
@@ -155,8 +142,18 @@ class ClosedForm:
         return times * count * placement.seconds(self._hardware, operation, "sequence", elements * width)
 
     def memory(self, config: Config) -> float:
-        """Return a lower bound of the bytes of the fullest rank of a resolved config."""
-        return 0.0 if self.sizes is None else least_memory(self.sizes, config)
+        """Return a lower bound of the bytes of the fullest rank of a resolved config.
+
+        It counts weights, gradients and Adam's state on a mean pipeline rank, what blocks save of the microbatches in
+        flight, and the larger of what one recomputed block and the logits need.
+        """
+        if self.sizes is None:
+            return 0.0
+        stored, gradients = _stored(self.sizes, config)
+        saved, passing = _activations(self.sizes, config)
+        if config.schedule.microbatches == 1:
+            return stored + max(saved + passing, gradients)
+        return stored + saved + max(passing, gradients)
 
     @cached_property
     def _rate(self) -> float:
