@@ -128,6 +128,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("serial --no-memory --precision fp32", "time / serial"),
         ("server_transport", "round trips/s"),
         ("startup", "seconds until"),
+        ("versions", "time / before"),
         ("stragglers --replicas 2 --strategies all_reduce", "predicted"),
     ],
 )
