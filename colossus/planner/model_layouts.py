@@ -22,6 +22,7 @@ from typing import Any
 
 from colossus.arithmetic import divisors, expert_factor
 from colossus.config import model_options
+from colossus.config.plan_space import microbatch_counts
 from colossus.config.schema import Parallel, SequenceSection, TensorSection
 from colossus.config.training import ActivationCheckpoint
 from colossus.planner.fixed_keys import FixedKeys
@@ -118,14 +119,9 @@ def experts_fit(data: int, sequence: int, expert: int) -> bool:
 
 def _splits(fixed: FixedKeys, options: Any, devices: int) -> Iterator[tuple[TensorSection, SequenceSection]]:
     """Yield the tensor and sequence sections that together fit devices, model and batch."""
-    own, batch = fixed.config.parallel, fixed.config.train.global_batch_size
+    own = fixed.config.parallel
     for tensor in _tensors(fixed, options, devices):
-        mode = TENSOR_MODES.get(tensor.mode)
-        try:
-            ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
-        except ValueError:
-            continue
-        if batch % ways:
+        if not microbatch_counts(fixed.config, own.model_copy(update={"data": 1, "tensor": tensor})):
             continue
         for sequence in _sequences(fixed, options, devices // tensor.size):
             if sequence.size > 1 and tensor.mode != "1d" and (tensor, sequence) != (own.tensor, own.sequence):
@@ -166,15 +162,12 @@ def _sides(mode: str, size: int) -> Iterator[tuple[int, ...]]:
 def _with_sides(own: TensorSection, mode: str, sides: tuple[int, ...]) -> TensorSection:
     """Return the section with these sides; it names the shape only if the mode would choose another one."""
     size, depth = math.prod(sides), sides[0] if mode == "2.5d" else None
-    shape, chosen = None, TENSOR_MODES.get(mode)
+    by_depth, by_shape = {"shape": None, "depth": depth}, {"shape": sides, "depth": None}
     try:
-        if tuple(chosen.axis_sizes(size, depth).values()) != sides:
-            shape = sides
+        is_chosen = tuple(TENSOR_MODES.get(mode).axis_sizes(size, depth).values()) == sides
     except ValueError:
-        shape = sides
-    return own.model_copy(
-        update={"mode": mode, "size": size, "shape": shape, "depth": depth if shape is None else None}
-    )
+        is_chosen = False
+    return own.model_copy(update={"mode": mode, "size": size, **(by_depth if is_chosen else by_shape)})
 
 
 def _with_flags(tensor: TensorSection) -> list[TensorSection]:
