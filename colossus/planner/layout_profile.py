@@ -31,7 +31,7 @@ from colossus.error_place import add_place
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
-from colossus.planner.block_runs import runs_of, share_gradient_axes, unused
+from colossus.planner.equal_blocks import runs_of, shallow, share_gradient_axes, unused, with_more_layers
 from colossus.planner.fake_engine import balanced_experts, fake_channels
 from colossus.planner.fake_rank import errors_of_model, fake_rank, gathered_parameters, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
@@ -39,7 +39,6 @@ from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, facts_of
 from colossus.planner.recorded_memory import BackwardLevels, LastingBytes, LastingWeights, Level
 from colossus.planner.sample_batch import counted_of, repeated, sample_of
-from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import RecordedDeferral, TraceRecorder
 from colossus.registry import MODELS
