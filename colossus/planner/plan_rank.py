@@ -192,10 +192,13 @@ class PlanRank(RankParameters):
 
     def _buckets(self) -> list[Reduction]:
         """Return the all-reduces of each stage, in the order in which stages are reduced."""
-        freed = {param.name for block, params in self.units if block is not None for param in params}
         by_stage: dict[int, list[tuple[ParameterFacts, StoredKind]]] = {stage: [] for stage in self.stages.order}
-        for param, stored in sorted(self.trained, key=lambda own: self.frees and own[0].name in freed):
-            by_stage[self.stage_of(param)].insert(0, (param, stored))
+        owners = self.trained
+        if self.frees:
+            freed = {param.name for block, params in self.units if block is not None for param in params}
+            owners = sorted(owners, key=lambda own: own[0].name in freed)
+        for param, stored in reversed(owners):
+            by_stage[self.stage_of(param)].append((param, stored))
         reductions = []
         for stage, backward in by_stage.items():
             completed = len(self.model.blocks)
