@@ -36,7 +36,7 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
     title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
     sections = [
         title,
-        f"timeline    {_timeline_title(plan)}\n{draw(_in_milliseconds(plan), width)}",
+        _timeline(plan, width),
         part_rows(plan),
         memory_rows("memory", question, plan),
     ]
@@ -52,25 +52,17 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
     return "\n\n".join(sections)
 
 
-def _timeline_title(plan: PlanEstimate) -> str:
-    """Return the unit of the timeline and, if it ends before the step, how many microbatches it has."""
-    shown, total = _shown_microbatches(plan), plan.config.schedule.microbatches
-    return "milliseconds" + (f", of the first {shown} microbatches of {total}" if shown < total else "")
-
-
-def _shown_microbatches(plan: PlanEstimate) -> int:
-    """Return the microbatches that the timeline shows: with three for each rank a pipeline has been full."""
-    return min(plan.config.schedule.microbatches, 3 * len(plan.spans))
-
-
-def _in_milliseconds(plan: PlanEstimate) -> Simulation:
-    """Return the timeline of a plan's microbatches in milliseconds, for drawing.
+def _timeline(plan: PlanEstimate, width: int) -> str:
+    """Return the timeline of a plan's microbatches, or of the first: with three for each rank a pipeline has been full.
 
     It ends with the last one that is shown: reductions and the optimizer's step have no microbatch.
     """
-    shown = _shown_microbatches(plan)
+    total = plan.config.schedule.microbatches
+    shown = min(total, 3 * len(plan.spans))
+    part = f", of the first {shown} microbatches of {total}" if shown < total else ""
     drawn = [[s for s in own if s.action.kind in COMPUTE and s.action.microbatch < shown] for own in plan.spans]
-    return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in drawn])
+    milliseconds = Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in drawn])
+    return f"timeline    milliseconds{part}\n{draw(milliseconds, width)}"
 
 
 def host_rows(grid: RankGrid, hosts: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,14 +29,11 @@ class Played:
     seconds: float = 0.0
     repeated: float = 0.0
     accumulating: float = 0.0
-    axes: dict[str, AxisCost] = field(default_factory=dict)
+    axes: defaultdict[str, AxisCost] = field(default_factory=lambda: defaultdict(AxisCost))
 
     @property
     def exposed(self) -> float:
         return sum(cost.exposed for cost in self.axes.values())
-
-    def add(self, axes: str, cost: AxisCost) -> None:
-        self.axes[axes] = self.axes.get(axes, AxisCost()) + cost
 
 
 class TracePlayer:
@@ -83,16 +81,16 @@ class TracePlayer:
                 cost = self.collective(event.operation, event.axes, self._times * event.input_bytes)
                 if not hardware.overlaps:
                     now += cost.seconds
-                    played.add(event.axes, cost)
+                    played.axes[event.axes] += cost
                     continue
                 free = max(free, now) + cost.seconds
                 ends[event.number] = free, cost.seconds, event.axes
-                played.add(event.axes, AxisCost(cost.bytes, cost.seconds))
+                played.axes[event.axes] += AxisCost(cost.bytes, cost.seconds)
             elif isinstance(event, Awaited):
                 if event.number in ends:
                     end, seconds, axes = ends.pop(event.number)
                     exposed = max(0.0, end - now)
-                    played.add(axes, AxisCost(exposed=exposed))
+                    played.axes[axes] += AxisCost(exposed=exposed)
                     now += exposed + hardware.occupied * max(0.0, seconds - exposed)
             else:
                 seconds = self._times * self.work(event)
@@ -143,8 +141,8 @@ def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -
 
 def total(costs: Sequence[Mapping[str, AxisCost]]) -> dict[str, AxisCost]:
     """Sum costs by axes, over parts of a step that follow each other."""
-    out: dict[str, AxisCost] = {}
+    out: defaultdict[str, AxisCost] = defaultdict(AxisCost)
     for part in costs:
         for axes, cost in part.items():
-            out[axes] = out.get(axes, AxisCost()) + cost
+            out[axes] += cost
     return out
