@@ -79,7 +79,7 @@ class LastingWeights:
 
     def _gather_once(self, weight: Tensor, *args: Any) -> Pending:
         peak = self._fake.peak
-        with self._recorder.once():
+        with self._recorder.part("once"):
             gathered = self._gather(weight, *args)
         if gathered.wait() is not weight:
             self._fake.set_aside(gathered.wait())
@@ -105,7 +105,7 @@ class LastingWeights:
         added = gradient.nbytes + 2.0 * gradient.numel() * gradient_dtype(weight).itemsize
         self._recorder.record(Accumulation(added, "add_"))
         peak = self._fake.peak
-        with self._recorder.once(), patch.object(gathered_weights, "reduce_wgrad", reduce_aside):
+        with self._recorder.part("once"), patch.object(gathered_weights, "reduce_wgrad", reduce_aside):
             pending = self._reduce(weight, gradient, *args)
         self._fake.peak = max(peak, self._fake.live)
         return pending

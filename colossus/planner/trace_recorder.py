@@ -6,9 +6,10 @@ It records operators when they are dispatched, and collectives when they are cou
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -40,28 +41,26 @@ class TraceRecorder:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._events: list[Event] = []
-        self._repeated: list[Event] = []
-        self._once: list[Event] = []
-        self._recomputes = self._is_once = False
+        #: events of each part of a trace, and the part that is being recorded
+        self._parts: defaultdict[str, list[Event]] = defaultdict(list)
+        self._part = "events"
         self._numbers = 0
         #: (operation, axes, bytes) of each tensor that was counted and not logged yet; a message has several
         self._counted: list[tuple[str, str, float]] = []
 
     def take(self) -> Trace:
-        once = Trace(tuple(self._once)) if self._once else None
-        trace = Trace(tuple(self._events), tuple(self._repeated), once)
-        self._events, self._repeated, self._once = [], [], []
-        return trace
+        events, repeated, once = (tuple(self._parts[part]) for part in ("events", "repeated", "once"))
+        self._parts.clear()
+        return Trace(events, repeated, Trace(once) if once else None)
 
     @contextmanager
-    def once(self) -> Iterator[None]:
-        """Record the events inside the context as events that run once per step."""
-        outer, self._is_once = self._is_once, True
+    def part(self, name: Literal["repeated", "once"]) -> Iterator[None]:
+        """Record the events inside the context as those of recomputation, or as those that run once per step."""
+        outer, self._part = self._part, name
         try:
             yield
         finally:
-            self._is_once = outer
+            self._part = outer
 
     @contextmanager
     def recording(self, fake: CountedFakeTensors) -> Iterator[None]:
@@ -71,12 +70,8 @@ class TraceRecorder:
 
         @contextmanager
         def recomputed(*args: Any) -> Iterator[None]:
-            self._recomputes = True
-            try:
-                with replay(*args):
-                    yield
-            finally:
-                self._recomputes = False
+            with self.part("repeated"), replay(*args):
+                yield
 
         fake.observer = self._record_operator
         accounting.listeners.append(self)  # type: ignore[arg-type]
@@ -109,7 +104,7 @@ class TraceRecorder:
 
     def record(self, event: Event) -> None:
         """Add an event to the trace that is being recorded."""
-        (self._once if self._is_once else self._repeated if self._recomputes else self._events).append(event)
+        self._parts[self._part].append(event)
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         event = work_of(func, args, kwargs, out)
