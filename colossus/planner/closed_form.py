@@ -23,6 +23,7 @@ from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.hardware.named_hardware import default_hosts
 from colossus.models.options import shardings_of
+from colossus.planner.candidates import samples_of
 from colossus.planner.transformer_sizes import Sizes
 from colossus.tensor_parallel.attention_heads import are_replicated
 from colossus.tensor_parallel.traffic import sized_moves
@@ -81,7 +82,7 @@ def _activations(sizes: Sizes, config: Config) -> tuple[float, float]:
         return 0.0, 0.0
     width, tensor = WIDTHS[config.train.precision.compute], parallel.tensor
     count, stages = config.schedule.microbatches, parallel.pipeline.size
-    tokens = config.train.global_batch_size / (parallel.data or 1) / count * sizes.tokens / parallel.sequence.size
+    tokens = samples_of(config) * sizes.tokens / parallel.sequence.size
     #: ranks over which features between blocks are split
     between = 1 if tensor.mode == "1d" and not tensor.sequence_sharded else tensor.size
     heads, keys, wide = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim, o.ffn_hidden_size
@@ -134,9 +135,8 @@ class ClosedForm:
         ranks, options, ulysses = parallel.sequence.size, self.sizes.options, parallel.sequence.mode == "ulysses"
         if ranks == 1:
             return 0.0
-        samples = config.train.global_batch_size / (parallel.data or 1)
         heads = options.num_kv_heads + (options.num_heads if ulysses else 0)
-        elements = samples / count * self.sizes.tokens / ranks * 2 * heads * options.head_dim / parallel.tensor.size
+        elements = samples_of(config) * self.sizes.tokens / ranks * 2 * heads * options.head_dim / parallel.tensor.size
         operation, times = ("all_to_all", 2) if ulysses else ("all_gather", 3)  # a ring's backward passes twice as much
         width, placement = WIDTHS[config.train.precision.compute], Placement(build_grid(parallel), self._hosts)
         return times * count * placement.seconds(self._hardware, operation, "sequence", elements * width)
@@ -176,8 +176,7 @@ class ClosedForm:
         """
         assert self.sizes is not None
         parallel, count, stages = config.parallel, config.schedule.microbatches, config.parallel.pipeline.size
-        samples = config.train.global_batch_size / (parallel.data or 1) / count
-        tokens = samples * self.sizes.tokens / (parallel.tensor.size * parallel.sequence.size)
+        tokens = samples_of(config) * self.sizes.tokens / (parallel.tensor.size * parallel.sequence.size)
         checkpointing = config.train.activation_checkpoint
         products = (self.sizes.active + self.sizes.head) * (1 if config.optimizer.groups else 3)  # some may be frozen
         if checkpointing.type == "full" and checkpointing.modules is None:
@@ -196,21 +195,20 @@ class ClosedForm:
         if tensor.size == 1:
             return 0.0
         count = config.schedule.microbatches
-        samples = config.train.global_batch_size // (parallel.data or 1) // count
         key = (tensor, parallel.sequence.size, parallel.data, parallel.pipeline.size, count)
         if key not in self._moved:
-            placement = Placement(build_grid(parallel), self._hosts)
-            self._moved[key] = self._moved_by_microbatch(config, samples, placement)
+            self._moved[key] = self._moved_by_microbatch(config)
         return self._moved[key] * count
 
-    def _moved_by_microbatch(self, config: Config, samples: int, placement: Placement) -> float:
-        """Return the same for a microbatch of these samples. If some layers have experts, only attention counts."""
+    def _moved_by_microbatch(self, config: Config) -> float:
+        """Return the same for a microbatch. If some layers have experts, only attention counts."""
         assert self.sizes is not None
         tensor, count = config.parallel.tensor, config.schedule.microbatches
         shardings = shardings_of(tensor)
         assert shardings is not None
         width = WIDTHS[config.train.precision.compute]
-        rows = samples * self.sizes.tokens // config.parallel.sequence.size
+        placement = Placement(build_grid(config.parallel), self._hosts)
+        rows = samples_of(config) * self.sizes.tokens // config.parallel.sequence.size
         by_axes: dict[tuple[str, ...], float] = defaultdict(float)
         linears = self.sizes.linears if self.sizes.dense == self.sizes.options.num_layers else self.sizes.linears[:-2]
         for split, inside, outputs in linears:
