@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import colossus
 from colossus import torch_versions
-from colossus.comm import links
+from colossus.comm import links, shared_memory
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.world import choose_backend, pick_device
@@ -82,7 +82,10 @@ def watched(called: set[str], backend: str) -> None:
     nccl (on CUDA) does not take."""
     wanted = "cpu" if backend == "gloo" else "cuda"
 
+    plain = groups.AxisGroup.__post_init__
+
     def post_init(self: groups.AxisGroup) -> None:
+        plain(self)
         self.is_on_host = self.process_group is not None and backend == "gloo"
 
     def owner(name: str) -> Any:
@@ -101,6 +104,7 @@ def watched(called: set[str], backend: str) -> None:
         return call
 
     groups.AxisGroup.__post_init__ = post_init  # type: ignore[method-assign]
+    shared_memory.map_segments = links.map_segments = lambda *_: None  # as between hosts
     for name in (*COLLECTIVES, "batch_isend_irecv"):
         setattr(owner(name), name, watch(name))
     # not in `dist`, which asks of a batch's operations whether they are these functions
