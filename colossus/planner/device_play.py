@@ -162,12 +162,21 @@ class PlayedStep:
         busy: seconds in which kernels run.
         exposed: axes -> seconds in which the compute stream waits for their collectives with nothing to run.
         sites: (operation, axes, line that waits) -> the same seconds.
+        reads: lines of the host's reads of the device.
+        stalled: seconds in which the host waits for them.
     """
 
     seconds: float = 0.0
     busy: float = 0.0
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     sites: defaultdict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
+    reads: list[str] = field(default_factory=list)
+    stalled: float = 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        """Return the part of the step in which the compute stream waits for collectives."""
+        return sum(self.exposed.values()) / self.seconds
 
 
 class _Communicator:
@@ -260,7 +269,10 @@ class DevicePlayer:
                             played.sites[call.operation, call.axes, event.site] += end - now
                         stream = max(stream, end)
                 elif isinstance(event, Read):
-                    host = max(host, stream if event.num_events is None else ends[event.num_events - 1])
+                    played.reads.append(event.site)
+                    computed = stream if event.num_events is None else ends[event.num_events - 1]
+                    played.stalled += max(0.0, computed - host)
+                    host = max(host, computed)
                 else:
                     host += self._hardware.operator_seconds
                     if isinstance(event, Call):

@@ -77,9 +77,9 @@ class SlowHost(Seconds):
 
 def test_a_read_stalls_the_host_and_then_the_device() -> None:
     ahead = play(Operator(6.0), WORK, WORK, hardware=SlowHost("h100"))
-    assert ahead.seconds == 12
+    assert (ahead.seconds, ahead.stalled) == (12, 0)
     read = play(Operator(6.0), WORK, Read("here"), WORK, hardware=SlowHost("h100"))
-    assert read.seconds == 14  # the last operator starts 2 seconds late
+    assert (read.seconds, read.stalled, read.reads) == (14, 8, ["here"])  # the last operator starts 2 seconds late
 
 
 def test_a_message_starts_when_both_ranks_have_come() -> None:
@@ -119,7 +119,7 @@ def exposed_percent(run: dict[str, Any]) -> float:
     steps = fake_steps(config)
     player = DevicePlayer(FromDataSheet("h100"), Placement(grid, max(1, grid.world_size // 8)))
     played = player.play({step.rank: step.events for step in steps})
-    return 100 * max(sum(step.exposed.values()) / step.seconds for step in played.values())
+    return 100 * max(step.exposed_share for step in played.values())
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,7 @@ class Reads(Waits):
         note_read()
 
 
-def reads(rank: int, reads_a_number: bool) -> tuple[int, PlayedStep]:
-    """Return how often the host reads in a step, and the step as it is played."""
+def reads(rank: int, reads_a_number: bool) -> PlayedStep:
     engine = colossus.initialize(config_of(dict(data=2), 9, "bf16", device="cuda", model=dict(num_layers=1)))
     if reads_a_number:
         engine.model.register_forward_hook(lambda model, args, out: print(out.sum().item()))
@@ -156,10 +155,12 @@ def reads(rank: int, reads_a_number: bool) -> tuple[int, PlayedStep]:
         with Reads(allowed=True), record.recording(cast(Any, _get_current_dispatch_mode())):
             engine.train_step(batch)
     engine.close()
-    return sum(isinstance(event, Read) for event in record.events), play(*record.events, hardware=FromDataSheet("h100"))
+    return play(*record.events, hardware=FromDataSheet("h100"))
 
 
 def test_a_read_of_a_number_is_seen() -> None:
-    ((number, none),), ((one_more, one),) = (run_fake_ranks(2, reads, is_reading) for is_reading in (False, True))
-    assert (number, one_more) == (0, 1)
+    (none,), (one,) = (run_fake_ranks(2, reads, reads_a_number) for reads_a_number in (False, True))
+    assert (none.reads, none.stalled) == ([], 0)
+    assert len(one.reads) == 1
+    assert one.stalled > 0
     assert one.seconds > none.seconds
