@@ -1,6 +1,6 @@
 """The time of a train step before and after a change: cases of two checkouts, in the same alternating blocks.
 
-    git worktree add ../before v0.1.0
+    git worktree add ../before HEAD~20
     python -m benchmarks.versions ../before --cases zero-redundancy-2 colossus-zero1-2 --hidden 512
 
 Each checkout runs its own code in ranks of its own, which wait while those of the other work: a drift of the machine
@@ -64,7 +64,7 @@ class Server:
 
 def serve(case: str, hidden: int) -> None:
     """Answer each line of standard input, a number of steps, with the seconds of a step."""
-    from functools import partial
+    from functools import partial  # and from the other checkout, in this process alone:
 
     from benchmarks.cases import KINDS
     from benchmarks.ranks import RankGroup
@@ -77,7 +77,7 @@ def serve(case: str, hidden: int) -> None:
     with RankGroup(case, kind.world, partial(Worker, kind, workload)) as group:
         print(_READY, flush=True)
         for line in sys.stdin:
-            print(max(group.call("block", int(line))), flush=True)
+            print(max(group.call("block", int(line))), flush=True)  # older groups have no `slowest`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

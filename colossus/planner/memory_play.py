@@ -56,7 +56,7 @@ class MemoryPlay:
         self._reducing: deque[Reduction] = deque()
         self._summed: set[int] = set()
         self._begun: set[int] = set()
-        self._most: dict[tuple[int, int, int], float] = {}
+        self._most: dict[tuple[int, int, int], float] = {}  # of `_most_of`
         self._peak = -1.0
         #: bytes of weights, gradients, buffers, activations and the update at the peak
         self._at_peak = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -130,7 +130,7 @@ class MemoryPlay:
     def _backward(self, action: Action) -> None:
         """Play a backward, or the dgrad of one whose wgrad comes later."""
         stage, is_split = action.stage, action.kind == "backward_input"
-        skipped, numbers = self._split(stage)
+        skipped, numbers = self._frozen_and_trained(stage)
         self._activations += self._times * self._passed(stage)
         before: int | None = None
         for number in numbers:
@@ -155,7 +155,7 @@ class MemoryPlay:
             self._begun.add(stage)
 
     def _backward_weight(self, action: Action) -> None:
-        _, numbers = self._split(action.stage)
+        _, numbers = self._frozen_and_trained(action.stage)
         for number in numbers:
             block = self._blocks[number]
             self._make(number, block.wgrad_levels, action, adds=True)
@@ -287,8 +287,8 @@ class MemoryPlay:
         """Return the bytes of a stage's input from the stage before."""
         return self._blocks[self._stages.bounds[stage] - 1].passed if stage else 0
 
-    def _split(self, stage: int) -> tuple[range, range]:
-        """Return the blocks of a stage that run no backward, and those that do, in this order."""
+    def _frozen_and_trained(self, stage: int) -> tuple[range, range]:
+        """Return the blocks of a stage without a backward, and those with one in the order of backward."""
         own = self._stages.blocks_of(stage)
         count = max(0, self._first_trained - own.start)
         return own[:count], own[count:][::-1]
